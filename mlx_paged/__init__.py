@@ -1,0 +1,1 @@
+"""Qwen2.5 on a paged KV cache, in MLX."""
