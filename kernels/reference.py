@@ -1,0 +1,424 @@
+"""Attention over paged blocks in plain MLX, on any backend: the specification of the kernel.
+
+Work is grouped once per step. Rows of like length are one batched product, so cost grows with the
+sum of the contexts and not with rows times the longest. A prefix that several decode rows share is
+read once for all of them, and merged with each row's own part by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_paged.kernels.segments import SharedPrefix, shared_prefixes
+
+IntArray = NDArray[np.int32]
+
+MAX_WASTE = 0.25  # of a group's scores may be padding
+FREE_WASTE = 1024  # scores of padding that cost less than one more group
+MAX_SCORES = 2**19  # queries times tokens in one product, per query head
+MIN_TILE = 16  # queries of a prompt chunk done at once, however long its context
+MIN_SHARED_TOKENS = 512  # reads that sharing a prefix must save to be worth a merge
+
+
+class Work(NamedTuple):
+    """Some queries of one row over a run of its blocks."""
+
+    row: int
+    first_query: int  # position in the packed stream
+    num_queries: int
+    first_block: int  # index in the row's table
+    first_token: int  # the same in tokens
+    num_blocks: int
+    behind: int  # the row's queries that come after these
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of like length: [r] rows of [q] queries over [b] blocks, padded to the largest."""
+
+    works: tuple[Work, ...]
+    blocks: mx.array  # [r, kv heads, b] matrices of the pool seen as [blocks * kv heads, ...]
+    query_index: mx.array | None  # [r, q] in the packed stream; None if it is the stream itself
+    limits: mx.array  # [r, 1, 1, 1] or [r, 1, 1, q, 1]: tokens of the run that a query sees
+
+    @property
+    def num_queries(self) -> int:
+        """Queries per row, padding included."""
+        return max(work.num_queries for work in self.works)
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """One run of full blocks for several decode rows."""
+
+    query_index: mx.array  # [r]
+    blocks: mx.array  # [kv heads, b]
+
+
+@dataclass(frozen=True)
+class ReferencePlan:
+    """What every layer of a step does.
+
+    Attributes:
+        plain: groups whose outputs are final.
+        partial: groups of rows that also take part in shared runs.
+        shared: those runs.
+        merge_index: [rows, m] partial results of each row; the last index is an empty one.
+        order: [tokens] where each packed token is in the outputs; None if they are in order.
+        finite_tails: whether the pool promises finite values past the computed tokens.
+    """
+
+    plain: tuple[Group, ...]
+    partial: tuple[Group, ...]
+    shared: tuple[SharedRun, ...]
+    merge_index: mx.array | None
+    order: mx.array | None
+    finite_tails: bool
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+    ) -> mx.array:
+        """Attention of all queries of the step, scores and sums in float32.
+
+        Args:
+            queries: [tokens, query heads, head dim].
+            keys, values: [blocks, kv heads, block size, head dim].
+            scale: of the scores.
+
+        Returns:
+            [tokens, query heads, head dim], in the queries' dtype.
+        """
+        pool = _Pool(keys, values, self.finite_tails)
+        scaled = queries.astype(mx.float32) * scale
+        outputs = []
+        if self.merge_index is not None:
+            partials = [_attend_shared(run, scaled, pool) for run in self.shared]
+            partials += [_attend(group, scaled, pool, True) for group in self.partial]
+            outputs.append(_merge(partials, self.merge_index))
+        outputs += [_attend(group, scaled, pool, False)[0] for group in self.plain]
+        result = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        if self.order is not None:
+            result = result[self.order]
+        return result.astype(queries.dtype)
+
+    def advance(self, context_lens: IntArray) -> ReferencePlan:
+        """The plan of the next step, where the same rows have the same blocks and more tokens."""
+        return replace(
+            self,
+            plain=tuple(replace(g, limits=_limits(g.works, context_lens)) for g in self.plain),
+            partial=tuple(replace(g, limits=_limits(g.works, context_lens)) for g in self.partial),
+        )
+
+
+def plan_reference(
+    block_tables: IntArray,
+    context_lens: IntArray,
+    query_lens: IntArray,
+    *,
+    block_size: int,
+    num_kv_heads: int,
+    finite_tails: bool = False,
+    share: bool = True,
+) -> ReferencePlan:
+    """Group the rows of a step.
+
+    Args:
+        block_tables: [rows, width], padding is never dereferenced.
+        context_lens: [rows] tokens each row attends to, its own queries included.
+        query_lens: [rows] packed queries of each row, at least 1.
+        block_size, num_kv_heads: of the pool.
+        finite_tails: whether values past the context of a row's last block are known to be finite.
+        share: whether to read shared prefixes once.
+
+    Returns:
+        The plan for `ReferencePlan.attend`.
+    """
+    starts = np.cumsum(query_lens) - query_lens
+    groups = _shared_groups(block_tables, context_lens, query_lens, block_size) if share else []
+    skip = np.zeros(len(query_lens), np.int32)  # blocks of each row that shared runs cover
+    for group in groups:
+        skip[group.rows] = group.start + len(group.blocks)
+    alone: list[Work] = []
+    sharing: list[Work] = []
+    lengths = zip(
+        starts.tolist(), query_lens.tolist(), context_lens.tolist(), skip.tolist(), strict=True
+    )
+    for row, (start, count, context, covered) in enumerate(lengths):
+        works = _tiles(row, start, count, context, covered, block_size)
+        (sharing if covered else alone).extend(works)
+    heads = np.arange(num_kv_heads, dtype=np.int32)[:, None]
+    plain, partial = (
+        tuple(
+            _make_group(works, block_tables, context_lens, heads, block_size)
+            for works in _alike(kind, block_size)
+        )
+        for kind in (alone, sharing)
+    )
+    shared = tuple(
+        SharedRun(
+            mx.array(starts[g.rows].astype(np.int32)), mx.array(g.blocks * num_kv_heads + heads)
+        )
+        for g in groups
+    )
+    merge_index = mx.array(_merge_index(groups, partial)) if groups else None
+    order = _order(partial, plain)
+    if len(plain) == 1 and order is None and _is_stream(plain[0], int(query_lens.sum())):
+        plain = (replace(plain[0], query_index=None),)
+    return ReferencePlan(
+        plain,
+        partial,
+        shared,
+        merge_index,
+        None if order is None else mx.array(order),
+        finite_tails,
+    )
+
+
+# Planning
+
+
+def _tiles(
+    row: int, start: int, count: int, context: int, skip: int, block_size: int
+) -> list[Work]:
+    """Cut a long prompt chunk, so that no product is huge and each tile ends at its own context."""
+    tile = max(MIN_TILE, MAX_SCORES // context)
+    works = []
+    for first in range(0, count, tile):
+        num = min(tile, count - first)
+        behind = count - first - num
+        blocks = -(-(context - behind) // block_size) - skip
+        works.append(Work(row, start + first, num, skip, skip * block_size, blocks, behind))
+    return works
+
+
+def _alike(works: list[Work], block_size: int) -> list[list[Work]]:
+    """Split into groups in which padding is a small part."""
+    groups: list[list[Work]] = []
+    real = 0
+    for work in sorted(works, key=lambda w: (-w.num_queries, -w.num_blocks)):
+        scores = work.num_queries * work.num_blocks * block_size
+        if groups:
+            first = groups[-1][0]
+            padded = first.num_queries * first.num_blocks * block_size * (len(groups[-1]) + 1)
+            waste = padded - real - scores
+            if padded <= MAX_SCORES and waste <= max(MAX_WASTE * padded, FREE_WASTE):
+                groups[-1].append(work)
+                real += scores
+                continue
+        groups.append([work])
+        real = scores
+    return [sorted(group, key=lambda w: w.first_query) for group in groups]
+
+
+def _make_group(
+    works: Sequence[Work],
+    block_tables: IntArray,
+    context_lens: IntArray,
+    heads: IntArray,
+    block_size: int,
+) -> Group:
+    width = max(work.num_blocks for work in works)
+    queries = max(work.num_queries for work in works)
+    blocks = np.empty((len(works), width), np.int32)
+    for i, work in enumerate(works):
+        run = block_tables[work.row, work.first_block : work.first_block + work.num_blocks]
+        blocks[i, : work.num_blocks] = run
+        blocks[i, work.num_blocks :] = run[0]  # padding reads what the row reads anyway
+    index = np.array([work.first_query for work in works])[:, None] + np.arange(queries)
+    last = np.array([work.first_query + work.num_queries - 1 for work in works])[:, None]
+    return Group(
+        tuple(works),
+        mx.array(blocks[:, None, :] * len(heads) + heads),
+        mx.array(np.minimum(index, last).astype(np.int32)),
+        _limits(works, context_lens),
+    )
+
+
+def _limits(works: Sequence[Work], context_lens: IntArray) -> mx.array:
+    """Tokens of its run that each query sees, shaped to broadcast against the scores."""
+    queries = max(work.num_queries for work in works)
+    last = np.array([context_lens[w.row] - w.behind - w.first_token for w in works], np.int32)
+    if queries == 1:
+        return mx.array(last.reshape(-1, 1, 1, 1))
+    first = last - np.array([w.num_queries - 1 for w in works], np.int32)
+    seen = np.minimum(first[:, None] + np.arange(queries, dtype=np.int32), last[:, None])
+    return mx.array(seen.reshape(len(works), 1, 1, queries, 1))
+
+
+def _shared_groups(
+    block_tables: IntArray, context_lens: IntArray, query_lens: IntArray, block_size: int
+) -> list[SharedPrefix]:
+    """Prefixes of decode rows worth reading once."""
+    # The last block of a row is written in this step, so it is never shared.
+    full = np.where(query_lens == 1, (context_lens - 1) // block_size, 0).astype(np.int32)
+    least = max(1, MIN_SHARED_TOKENS // (block_size * max(1, len(full) - 1)))
+    if len(full) < 2 or np.count_nonzero(full >= least) < 2:
+        return []
+    groups = shared_prefixes(block_tables, full, min_rows=2, min_blocks=least)
+    return [g for g in groups if g.blocks_saved * block_size >= MIN_SHARED_TOKENS]
+
+
+def _merge_index(groups: list[SharedPrefix], partial: Sequence[Group]) -> IntArray:
+    """[rows, m] partial results of each row that shares, in the order of `partial`'s works."""
+    found: dict[int, list[int]] = {work.row: [] for group in partial for work in group.works}
+    count = 0
+    for group in groups:
+        for row in group.rows.tolist():
+            found[row].append(count)
+            count += 1
+    for work in (work for group in partial for work in group.works):
+        found[work.row].append(count)
+        count += 1
+    index = np.full((len(found), max(map(len, found.values()))), count, np.int32)
+    for i, numbers in enumerate(found.values()):
+        index[i, : len(numbers)] = numbers
+    return index
+
+
+def _order(partial: Sequence[Group], plain: Sequence[Group]) -> IntArray | None:
+    """Where each packed token is in the outputs; None if they are in order."""
+    outputs: list[int] = [work.first_query for group in partial for work in group.works]
+    offset = len(outputs)
+    order: dict[int, int] = {query: i for i, query in enumerate(outputs)}
+    for group in plain:
+        for work in group.works:
+            for j in range(work.num_queries):
+                order[work.first_query + j] = offset + j
+            offset += group.num_queries
+    index = np.array([order[token] for token in range(len(order))], np.int32)
+    return None if offset == len(index) and (index == np.arange(offset)).all() else index
+
+
+def _is_stream(group: Group, num_tokens: int) -> bool:
+    """Whether a group's queries are the packed stream as it is."""
+    equal = all(work.num_queries == group.num_queries for work in group.works)
+    return equal and len(group.works) * group.num_queries == num_tokens
+
+
+# Execution
+
+
+class _Pool:
+    """Reads runs of blocks, in float32."""
+
+    def __init__(self, keys: mx.array, values: mx.array, finite_tails: bool) -> None:
+        self._keys = keys.reshape(-1, *keys.shape[2:])
+        self._values = values.reshape(-1, *values.shape[2:])
+        self._finite_tails = finite_tails
+        self.num_kv_heads = keys.shape[1]
+
+    def read(self, blocks: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values [..., tokens, head dim] of the runs `blocks` [..., b]."""
+        keys, values = self._keys[blocks], self._values[blocks]
+        shape = (*blocks.shape[:-1], -1, keys.shape[-1])
+        return (
+            keys.reshape(shape).astype(mx.float32),
+            values.reshape(shape).astype(mx.float32),
+        )
+
+    def clean(self, values: mx.array, seen: mx.array) -> mx.array:
+        """Values without what no query of their row sees: zero times NaN is NaN."""
+        if self._finite_tails:
+            return values
+        while seen.ndim > values.ndim:
+            seen = seen.max(axis=-2)  # a row's last query sees the most
+        return mx.where(seen.swapaxes(-1, -2), values, 0)
+
+
+def _attend(
+    group: Group, scaled: mx.array, pool: _Pool, with_sums: bool
+) -> tuple[mx.array, mx.array | None]:
+    """Outputs [r * q, heads, dim] and, for a merge, log-sum-exps [r * q, heads]."""
+    rows, q = len(group.works), group.num_queries
+    heads, dim = scaled.shape[1:]
+    queries = scaled if group.query_index is None else scaled[group.query_index]
+    keys, values = pool.read(group.blocks)
+    if q == 1:
+        queries = queries.reshape(rows, pool.num_kv_heads, -1, dim)
+    else:
+        queries = queries.reshape(rows, q, pool.num_kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+    seen = mx.arange(keys.shape[-2]) < group.limits
+    values = pool.clean(values, seen)
+    if q > 1:
+        keys, values = keys[:, :, None], values[:, :, None]
+    scores = mx.where(seen, queries @ keys.swapaxes(-1, -2), -mx.inf)
+    weights, sums = _softmax(scores, with_sums)
+    out = weights @ values
+    if q > 1:
+        out = out.transpose(0, 3, 1, 2, 4)
+    out = out.reshape(rows * q, heads, dim)
+    return out, None if sums is None else sums.reshape(rows, heads)
+
+
+def _attend_shared(
+    run: SharedRun, scaled: mx.array, pool: _Pool
+) -> tuple[mx.array, mx.array | None]:
+    """As `_attend`, for all rows of a shared run in one product per kv head."""
+    heads, dim = scaled.shape[1:]
+    rows = run.query_index.size
+    keys, values = pool.read(run.blocks)
+    queries = scaled[run.query_index].reshape(rows, pool.num_kv_heads, -1, dim)
+    queries = queries.swapaxes(0, 1).reshape(pool.num_kv_heads, -1, dim)
+    weights, sums = _softmax(queries @ keys.swapaxes(-1, -2), True)
+    out = (weights @ values).reshape(pool.num_kv_heads, rows, -1, dim).swapaxes(0, 1)
+    assert sums is not None
+    sums = sums.reshape(pool.num_kv_heads, rows, -1).swapaxes(0, 1)
+    return out.reshape(rows, heads, dim), sums.reshape(rows, heads)
+
+
+def _softmax(scores: mx.array, with_sums: bool) -> tuple[mx.array, mx.array | None]:
+    """Softmax over the last axis; with the log-sum-exp, [..., 1], where a merge needs it."""
+    if not with_sums:
+        return mx.softmax(scores, axis=-1), None
+    sums = mx.logsumexp(scores, axis=-1, keepdims=True)
+    return mx.exp(scores - sums), sums
+
+
+def _merge(partials: Sequence[tuple[mx.array, mx.array | None]], index: mx.array) -> mx.array:
+    """Combine the partial results of each row: [rows, heads, dim]."""
+    outs = [out for out, _ in partials]
+    sums = [lse for _, lse in partials if lse is not None]
+    outs.append(mx.zeros_like(outs[0][:1]))
+    sums.append(mx.full((1, outs[0].shape[1]), -mx.inf))
+    weights = mx.softmax(mx.concatenate(sums)[index], axis=1)
+    return (weights[..., None] * mx.concatenate(outs)[index]).sum(axis=1)
+
+
+def paged_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    block_tables: IntArray,
+    context_lens: IntArray,
+    cu_seqlens_q: IntArray,
+    *,
+    scale: float,
+) -> mx.array:
+    """Causal attention of packed queries over the blocks of each row.
+
+    Args:
+        queries: [tokens, query heads, head dim]; row i's are cu_seqlens_q[i] to cu_seqlens_q[i+1],
+            the last of a row's tokens so far.
+        keys, values: [blocks, kv heads, block size, head dim].
+        block_tables: int32 [rows, width].
+        context_lens: int32 [rows].
+        cu_seqlens_q: int32 [rows + 1].
+        scale: of the scores.
+
+    Returns:
+        [tokens, query heads, head dim].
+    """
+    plan = plan_reference(
+        block_tables,
+        context_lens,
+        np.diff(cu_seqlens_q),
+        block_size=keys.shape[2],
+        num_kv_heads=keys.shape[1],
+    )
+    return plan.attend(queries, keys, values, scale=scale)

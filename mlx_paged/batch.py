@@ -1,0 +1,121 @@
+"""The arrays of one step, made once and passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.kernels.paged_attention import AttentionPlan, Backend, plan_attention
+from mlx_paged.kv_cache import Slots
+from mlx_paged.scheduler import Schedule
+from mlx_paged.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The packed tokens of all rows of a step.
+
+    Attributes:
+        input_ids: [tokens] int32.
+        positions: [tokens] int32, of each token in its sequence.
+        slots: where each token's keys and values go.
+        opened_blocks: [n] blocks that this step fills in part and nobody has written before.
+        attention: which blocks each row attends to.
+        logits_indices: [rows] tokens whose logits are wanted; None for all, in order.
+    """
+
+    input_ids: mx.array
+    positions: mx.array
+    slots: Slots
+    opened_blocks: mx.array | None
+    attention: AttentionPlan
+    logits_indices: mx.array | None
+
+
+class BatchBuilder:
+    """Makes batches, and keeps the attention plan while no table changes.
+
+    Args:
+        block_size, num_kv_heads: of the pool.
+        backend: who computes attention.
+    """
+
+    def __init__(self, block_size: int, num_kv_heads: int, backend: Backend) -> None:
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.backend = backend
+        self._heads = mx.arange(num_kv_heads)[None]
+        self._signature: list[tuple[int, int, int, int]] = []
+        self._plan: AttentionPlan | None = None
+
+    def build(self, schedule: Schedule, wanted: list[int]) -> Batch:
+        """The batch of a schedule.
+
+        Args:
+            schedule: rows with their token counts.
+            wanted: numbers of the rows whose last token needs logits, ascending.
+        """
+        rows = schedule.rows
+        size = self.block_size
+        counts = [n for _, n in rows]
+        ends = np.array([seq.num_computed + n for seq, n in rows], np.int32)
+        if len(rows) == sum(counts):
+            ids = np.array([seq.tokens[seq.num_computed] for seq, _ in rows], np.int32)
+            positions = ends - 1
+            blocks = np.array([seq.block_table[seq.num_computed // size] for seq, _ in rows])
+        else:
+            ids, positions, blocks = self._prompt_arrays(rows)
+        opened = [
+            seq.block_table[(seq.num_computed + n) // size]
+            for seq, n in rows
+            if (seq.num_computed + n) % size and (seq.num_computed + n) % size <= n
+        ]
+        last = np.cumsum(counts) - 1
+        everything = len(wanted) == len(positions)
+        return Batch(
+            input_ids=mx.array(ids),
+            positions=mx.array(positions),
+            slots=Slots(
+                mx.array(blocks.astype(np.int32)[:, None]),
+                self._heads,
+                mx.array((positions % size)[:, None]),
+            ),
+            opened_blocks=mx.array(np.array(opened, np.int32)) if opened else None,
+            attention=self._attention(rows, ends, np.array(counts, np.int32)),
+            logits_indices=None if everything else mx.array(last[wanted].astype(np.int32)),
+        )
+
+    def _prompt_arrays(
+        self, rows: list[tuple[Sequence, int]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, positions and block numbers of rows with more than one token each."""
+        ids, positions, blocks = [], [], []
+        for seq, n in rows:
+            span = np.arange(seq.num_computed, seq.num_computed + n, dtype=np.int32)
+            ids.append(np.array(seq.tokens[seq.num_computed : seq.num_computed + n], np.int32))
+            positions.append(span)
+            blocks.append(np.array(seq.block_table, np.int32)[span // self.block_size])
+        return np.concatenate(ids), np.concatenate(positions), np.concatenate(blocks)
+
+    def _attention(
+        self, rows: list[tuple[Sequence, int]], ends: np.ndarray, counts: np.ndarray
+    ) -> AttentionPlan:
+        signature = [(*seq.age, seq.table_version, n) for seq, n in rows]
+        if self._plan is not None and signature == self._signature:
+            self._plan = self._plan.advance(ends)
+            return self._plan
+        tables = np.full((len(rows), max(len(seq.block_table) for seq, _ in rows)), -1, np.int32)
+        for i, (seq, _) in enumerate(rows):
+            tables[i, : len(seq.block_table)] = seq.block_table
+        self._signature = signature
+        self._plan = plan_attention(
+            self.backend,
+            tables,
+            ends,
+            counts,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+        )
+        return self._plan

@@ -1,0 +1,484 @@
+"""Requests in, tokens out: one step at a time, over one pool of blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.batch import BatchBuilder
+from mlx_paged.block_pool import BlockPool
+from mlx_paged.interrupts import uninterrupted
+from mlx_paged.kernels.paged_attention import check_backend
+from mlx_paged.kv_cache import KVCache
+from mlx_paged.models.qwen2 import Qwen2
+from mlx_paged.request import LogitsProcessor, Output, Sample
+from mlx_paged.sampling import Sampled, Sampler, SampleRow, SamplingParams, fresh_seed, prepare
+from mlx_paged.scheduler import Schedule, Scheduler
+from mlx_paged.sequence import Sequence
+from mlx_paged.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+DEFAULT_MEMORY = 512 * 2**20  # bytes, where MLX has no machine to ask
+MEMORY_SHARE = 0.8  # of what a Mac recommends, less what is in use already
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Figures of an engine.
+
+    Attributes:
+        num_blocks, blocks_used, blocks_cached, blocks_free: the pool; used ones have a sequence,
+            cached ones can be found again, free ones hold nothing that could be found.
+        block_bytes, bytes_per_token: of keys and values, in all layers.
+        live_tokens: tokens whose keys and values a sequence refers to, shared ones counted once.
+        steps: forward passes.
+        tokens_computed: tokens that went through the model.
+        tokens_generated: tokens given out.
+        blocks_reused, tokens_reused: found in the prefix cache as full blocks.
+        tokens_copied: found in a part of a cached block, and copied.
+        blocks_missed, tokens_missed: looked for in vain.
+        preemptions: sequences that gave up their blocks.
+        block_copies: blocks copied, to write into a shared one or to reuse a part.
+        evictions: cached blocks handed out again.
+    """
+
+    num_blocks: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    block_bytes: int
+    bytes_per_token: int
+    live_tokens: int
+    steps: int
+    tokens_computed: int
+    tokens_generated: int
+    blocks_reused: int
+    tokens_reused: int
+    tokens_copied: int
+    blocks_missed: int
+    tokens_missed: int
+    preemptions: int
+    block_copies: int
+    evictions: int
+
+
+class Engine:
+    """Continuous batching of requests for one model. One thread owns an engine.
+
+    Args:
+        model: what `load` returned.
+        tokenizer: gives text; without one, prompts and answers are token ids.
+        block_size: tokens in a block, 1 to 256.
+        memory_limit: bytes for keys and values; the pool never takes more.
+        num_blocks: the same in blocks; at most one of the two. By default, on a Mac, a share of
+            the memory it recommends, less what is in use; elsewhere 512 MiB.
+        max_batched_tokens: tokens in one step.
+        max_num_seqs: sequences running at once.
+        prefix_caching: whether requests reuse the blocks of earlier ones.
+        token_reuse: whether they also reuse a part of a block, by a copy.
+        backend: "metal" or "reference" attention; by default whichever fits the device.
+
+    Raises:
+        ValueError: an argument is out of its range, or not even one block fits the limit.
+    """
+
+    def __init__(
+        self,
+        model: Qwen2,
+        tokenizer: TokenizerWrapper | None = None,
+        *,
+        block_size: int = 16,
+        memory_limit: int | None = None,
+        num_blocks: int | None = None,
+        max_batched_tokens: int = 512,
+        max_num_seqs: int = 256,
+        prefix_caching: bool = True,
+        token_reuse: bool = True,
+        backend: str | None = None,
+    ) -> None:
+        for name, value in (
+            ("block_size", block_size),
+            ("max_batched_tokens", max_batched_tokens),
+            ("max_num_seqs", max_num_seqs),
+            ("memory_limit", memory_limit),
+            ("num_blocks", num_blocks),
+        ):
+            _check_positive(name, value)
+        config = model.config
+        chosen = check_backend(backend)
+        dtype = model.model.norm.weight.dtype
+        geometry: dict[str, Any] = {
+            "num_layers": config.num_hidden_layers,
+            "num_kv_heads": config.num_key_value_heads,
+            "block_size": block_size,
+            "head_dim": config.head_dim,
+            "dtype": dtype,
+        }
+        self.block_bytes = KVCache.block_bytes(**geometry)
+        blocks = _pool_blocks(self.block_bytes, memory_limit, num_blocks)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.pool = BlockPool(blocks, block_size, prefix_caching, token_reuse)
+        self.scheduler = Scheduler(
+            self.pool, max_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs
+        )
+        self.cache = KVCache(num_blocks=blocks, **geometry)
+        self._builder = BatchBuilder(block_size, config.num_key_value_heads, chosen)
+        self._samples: dict[tuple[int, int], Sample] = {}  # unfinished, by (request, index)
+        self._outputs: list[Output] = []
+        self._next_id = 0
+        self._stepping = False
+        self._steps = 0
+        self._tokens_computed = 0
+        self._tokens_generated = 0
+        self._block_copies = 0
+
+    # Requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._samples or self._outputs)
+
+    def add(
+        self,
+        prompt: str | SequenceOf[int] | np.ndarray | mx.array,
+        params: SamplingParams | None = None,
+        *,
+        sampler: Sampler | None = None,
+        logits_processors: SequenceOf[LogitsProcessor] = (),
+        full_logprobs: bool = False,
+        cache_salt: str = "",
+    ) -> int:
+        """Queue a request.
+
+        Args:
+            prompt: text (with a tokenizer) or token ids.
+            params: how to sample; by default greedily.
+            sampler: mlx-lm's: log-probabilities [1, vocab] to a token; replaces temperature etc.
+            logits_processors: mlx-lm's: (tokens, logits [1, vocab]) to logits.
+            full_logprobs: whether outputs carry all log-probabilities.
+            cache_salt: requests share cached blocks only under the same salt.
+
+        Returns:
+            The request's id, which its outputs carry.
+
+        Raises:
+            ValueError: the prompt is empty, has ids outside the vocabulary, or can never fit the
+                model's window or the pool; or `params` do not fit the model.
+        """
+        params = SamplingParams() if params is None else params
+        config = self.model.config
+        params.check(config.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop strings need a tokenizer, got stop={params.stop!r} without one")
+        ids = self.encode(prompt)
+        self._check_length(len(ids), params)
+        request_id = self._next_id
+        root = hashlib.sha256(self.model.fingerprint + cache_salt.encode()).digest()
+        seq = Sequence(ids, root, (request_id, 0), width=params.num_samples)
+        seed = fresh_seed() if params.seed is None else params.seed
+        eos = self._eos_token_ids()
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        samples = [
+            Sample(
+                request_id,
+                index,
+                seq,
+                SampleRow(
+                    params=params,
+                    seed=seed + index,
+                    tokens=seq.tokens,
+                    prompt_len=len(ids),
+                    eos_token_ids=eos,
+                    sampler=sampler,
+                    logits_processors=tuple(logits_processors),
+                    want_full_logprobs=full_logprobs,
+                ),
+                ends,
+                None if self.tokenizer is None else TextStream(self.tokenizer, params.stop),
+            )
+            for index in range(params.num_samples)
+        ]
+        with uninterrupted():
+            self.scheduler.add(seq)
+            self._samples.update({(request_id, sample.index): sample for sample in samples})
+            self._next_id += 1
+        return request_id
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request now, without further outputs.
+
+        Returns:
+            Whether it was still going on.
+        """
+        self._check_idle("cancel")
+        samples = [s for key, s in self._samples.items() if key[0] == request_id]
+        with uninterrupted():
+            for seq in {id(s.sequence): s.sequence for s in samples}.values():
+                self.scheduler.remove(seq)
+            for sample in samples:
+                del self._samples[request_id, sample.index]
+            self._outputs = [o for o in self._outputs if o.request_id != request_id]
+        return bool(samples)
+
+    def encode(self, prompt: str | SequenceOf[int] | np.ndarray | mx.array) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            ValueError, TypeError: it is empty, not text or ids, or has ids that do not exist.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt must be token ids, as the engine has no tokenizer")
+            bos = self.tokenizer.bos_token
+            special = bos is None or not prompt.startswith(bos)
+            ids = self.tokenizer.encode(prompt, add_special_tokens=special)
+        elif isinstance(prompt, mx.array | np.ndarray):
+            ids = prompt.tolist()
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise ValueError("prompt must have at least one token, got none")
+        vocab = self.model.config.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise TypeError(f"prompt must be text or integer token ids, got {token!r} in it")
+            if not 0 <= token < vocab:
+                raise ValueError(f"prompt must have token ids from 0 to {vocab - 1}, got {token}")
+        return [int(token) for token in ids]
+
+    # Steps
+
+    def step(self) -> list[Output]:
+        """Schedule, compute and sample once.
+
+        An exception in a request's own sampler or logits processor ends that request, with an
+        output that carries it. Any other exception leaves the pool whole and every request as it
+        was, so that stepping can go on.
+
+        Returns:
+            The new tokens, at most one for each sample.
+        """
+        self._check_idle("step")
+        self._stepping = True
+        try:
+            with uninterrupted():
+                schedule = self.scheduler.schedule()
+            if schedule.rows:
+                try:
+                    self._run(schedule)
+                except BaseException:
+                    with uninterrupted():
+                        self._recover(schedule)
+                    raise
+            outputs, self._outputs = self._outputs, []
+            return outputs
+        finally:
+            self._stepping = False
+
+    def _run(self, schedule: Schedule) -> None:
+        rows: list[int] = []
+        samples: list[Sample] = []
+        for i, (seq, n) in enumerate(schedule.rows):
+            if seq.num_uncomputed == n:
+                for index in range(seq.age[1], seq.age[1] + seq.width):
+                    rows.append(i)
+                    samples.append(self._samples[seq.age[0], index])
+        batch = self._builder.build(schedule, rows)
+        self.cache.copy_blocks(schedule.copies)
+        if batch.opened_blocks is not None:
+            self.cache.open_blocks(batch.opened_blocks)
+        logits = self.model(batch, self.cache)
+        if samples:
+            sampled = prepare(logits, [sample.row for sample in samples]).collect()
+        else:
+            sampled = None
+            mx.eval(self.cache.keys, self.cache.values)
+        with uninterrupted():
+            self._update(schedule, samples, sampled)
+
+    def _update(self, schedule: Schedule, samples: list[Sample], sampled: Sampled | None) -> None:
+        """Count a completed step: computed tokens, forks, new tokens, finished samples."""
+        self.scheduler.commit(schedule)
+        self._steps += 1
+        self._tokens_computed += schedule.num_tokens
+        self._block_copies += len(schedule.copies)
+        if sampled is None:
+            return
+        for seq, _ in schedule.rows:
+            if seq.width > 1 and seq.num_uncomputed == 0:
+                self._fork(seq)
+        for i, sample in enumerate(samples):
+            self._take(sample, sampled, i)
+
+    def _fork(self, seq: Sequence) -> None:
+        """Give each sample of a computed prompt a sequence of its own, on the same blocks."""
+        request_id, first = seq.age
+        for index in range(first + 1, first + seq.width):
+            sample = self._samples[request_id, index]
+            sample.sequence = self.scheduler.fork(seq, (request_id, index))
+            sample.row.tokens = sample.sequence.tokens
+        seq.width = 1
+
+    def _take(self, sample: Sample, sampled: Sampled, i: int) -> None:
+        """Give a sampled token to its sample, and end the sample if that was its last."""
+        error = sampled.errors.get(i)
+        if error is not None:
+            self._outputs.append(
+                Output(sample.request_id, sample.index, None, finish_reason="error", error=error)
+            )
+            self._end(sample, keep=False)
+            return
+        text, reason = sample.take(sampled.tokens[i])
+        self._tokens_generated += 1
+        self._outputs.append(
+            Output(
+                sample.request_id,
+                sample.index,
+                sampled.tokens[i],
+                text,
+                sampled.logprobs[i],
+                sampled.top[i],
+                sampled.full[i],
+                reason,
+            )
+        )
+        if reason is not None:
+            self._end(sample)
+
+    def _end(self, sample: Sample, *, keep: bool = True) -> None:
+        self.scheduler.remove(sample.sequence, keep=keep)
+        del self._samples[sample.request_id, sample.index]
+
+    def _recover(self, schedule: Schedule) -> None:
+        """After a step that failed: nothing is computed twice wrongly, nothing is lost."""
+        targets = {target for _, target in schedule.copies}
+        for seq, _ in schedule.rows:
+            if not targets.isdisjoint(seq.block_table):
+                self.scheduler.preempt(seq, keep=False)  # its copy may not have been made
+        try:
+            mx.eval(self.cache.keys, self.cache.values)
+        except Exception:
+            for seq in list(self.scheduler.running):
+                self.scheduler.preempt(seq, keep=False)
+            self.pool.clear_cache()
+            self.cache.reset()
+
+    # Figures
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures at this moment."""
+        pool, size = self.pool, self.pool.block_size
+        tails: dict[int, int] = {}
+        for seq in self.scheduler.running:
+            for i, block in enumerate(seq.block_table):
+                tokens = min(size, seq.num_computed - i * size)
+                tails[block] = max(tails.get(block, 0), tokens)
+        return EngineStats(
+            num_blocks=pool.num_blocks,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            blocks_free=pool.num_free - pool.num_cached,
+            block_bytes=self.block_bytes,
+            bytes_per_token=self.block_bytes // size,
+            live_tokens=sum(tails.values()),
+            steps=self._steps,
+            tokens_computed=self._tokens_computed,
+            tokens_generated=self._tokens_generated,
+            blocks_reused=pool.stats.hit_blocks,
+            tokens_reused=pool.stats.hit_tokens,
+            tokens_copied=pool.stats.partial_hit_tokens,
+            blocks_missed=pool.stats.miss_blocks,
+            tokens_missed=pool.stats.miss_tokens,
+            preemptions=self.scheduler.num_preemptions,
+            block_copies=self._block_copies,
+            evictions=pool.stats.evictions,
+        )
+
+    def block_tables(self) -> dict[tuple[int, int], list[int]]:
+        """The block table of every running sequence, by (request id, sample index)."""
+        return {seq.age: list(seq.block_table) for seq in self.scheduler.running}
+
+    def clear_cache(self) -> None:
+        """Forget all cached blocks; to be called if the model's weights change."""
+        self.pool.clear_cache()
+
+    def check(self) -> None:
+        """Assert all invariants of pool, sequences and scheduler."""
+        scheduler = self.scheduler
+        self.pool.check([seq.block_table for seq in scheduler.running])
+        assert all(not seq.block_table for seq in scheduler.waiting)
+        for queue in (scheduler.running, scheduler.waiting):
+            assert [seq.age for seq in queue] == sorted(seq.age for seq in queue)
+        for seq in scheduler.running:
+            assert seq.num_computed <= len(seq.tokens)
+            assert len(seq.block_table) * self.pool.block_size >= seq.num_computed
+
+    # Checks
+
+    def _check_length(self, prompt_len: int, params: SamplingParams) -> None:
+        total = prompt_len + params.max_tokens
+        window = self.model.config.max_position_embeddings
+        if total > window:
+            raise ValueError(
+                f"max_tokens must be at most {window - prompt_len} after a prompt of {prompt_len} "
+                f"tokens in a window of {window}, got {params.max_tokens}"
+            )
+        # The last token's keys and values are never needed.
+        blocks = -(-(total - 1) // self.pool.block_size)
+        if blocks > self.pool.num_blocks:
+            raise ValueError(
+                f"prompt ({prompt_len} tokens) plus max_tokens ({params.max_tokens}) need {blocks} "
+                f"blocks of {self.pool.block_size}, but the pool has {self.pool.num_blocks}; "
+                "raise memory_limit or num_blocks, or lower max_tokens"
+            )
+
+    def _check_idle(self, what: str) -> None:
+        if self._stepping:
+            raise RuntimeError(f"{what} must not be called while a step runs")
+
+    def _eos_token_ids(self) -> frozenset[int]:
+        if self.tokenizer is not None:
+            return frozenset(self.tokenizer.eos_token_ids)
+        return frozenset(self.model.config.eos_token_ids)
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _pool_blocks(block_bytes: int, memory_limit: int | None, num_blocks: int | None) -> int:
+    """How many blocks the pool has."""
+    if num_blocks is not None:
+        if memory_limit is not None:
+            raise ValueError(
+                f"give memory_limit or num_blocks, not both: got {memory_limit} and {num_blocks}"
+            )
+        return num_blocks
+    limit = _default_memory() if memory_limit is None else memory_limit
+    if limit < block_bytes:
+        raise ValueError(
+            f"memory_limit must be at least one block ({block_bytes} bytes), got {limit}"
+        )
+    return limit // block_bytes
+
+
+def _default_memory() -> int:
+    if not mx.metal.is_available():
+        return DEFAULT_MEMORY
+    recommended = int(mx.device_info()["max_recommended_working_set_size"])
+    return int(MEMORY_SHARE * max(0, recommended - mx.get_active_memory()))

@@ -1,0 +1,187 @@
+"""Qwen2 and Qwen2.5 on a paged KV cache.
+
+Modules and parameters carry the names of the checkpoint. The packed tokens of all rows of a step
+go through together, [tokens, ...]; only rotary positions, slots and attention know of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_paged.models.config import Qwen2Config
+
+if TYPE_CHECKING:
+    from mlx_paged.batch import Batch
+    from mlx_paged.kv_cache import KVCache
+
+
+class Rotary:
+    """Rotary position embedding of a packed stream, in the half-split form.
+
+    One kernel of MLX does it on a GPU. The CPU backend would compute sines and cosines anew for
+    every layer, so there they are made once a step.
+    """
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self.head_dim = head_dim
+        self.theta = theta
+        half = head_dim // 2
+        exponents = mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(theta) / half)
+        self._frequencies = mx.exp(exponents)
+
+    def tables(self, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """Cosines and sines [tokens, 1, head_dim / 2] of positions [tokens]."""
+        angles = positions[:, None, None] * self._frequencies
+        return mx.cos(angles), mx.sin(angles)
+
+    def __call__(
+        self, x: mx.array, positions: mx.array, tables: tuple[mx.array, mx.array] | None
+    ) -> mx.array:
+        """Rotate x [tokens, heads, head_dim]."""
+        if tables is not None:
+            return _rotate(x, *tables)
+        rotated = mx.fast.rope(
+            x[:, :, None],
+            self.head_dim,
+            traditional=False,
+            base=self.theta,
+            scale=1.0,
+            offset=positions,
+        )
+        return rotated[:, :, 0]
+
+
+@mx.compile
+def _rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+@mx.compile
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the pool's blocks."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.scale = self.head_dim**-0.5
+        hidden = config.hidden_size
+        self.q_proj = nn.Linear(hidden, self.num_heads * self.head_dim, bias=True)
+        self.k_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=True)
+        self.v_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=True)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden, bias=False)
+        self._rotary = Rotary(self.head_dim, config.rope_theta)
+
+    def __call__(
+        self,
+        x: mx.array,
+        layer: int,
+        batch: Batch,
+        cache: KVCache,
+        rotary: tuple[mx.array, mx.array] | None,
+    ) -> mx.array:
+        """x: [tokens, hidden]."""
+        tokens = x.shape[0]
+        queries = self.q_proj(x).reshape(tokens, self.num_heads, self.head_dim)
+        keys = self.k_proj(x).reshape(tokens, self.num_kv_heads, self.head_dim)
+        values = self.v_proj(x).reshape(tokens, self.num_kv_heads, self.head_dim)
+        queries = self._rotary(queries, batch.positions, rotary)
+        keys = self._rotary(keys, batch.positions, rotary)
+        cache.write(layer, keys, values, batch.slots)
+        out = batch.attention.attend(
+            queries, cache.keys[layer], cache.values[layer], scale=self.scale
+        )
+        return self.o_proj(out.reshape(tokens, -1))
+
+
+class MLP(nn.Module):
+    """The gated feed-forward network."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: [tokens, hidden]."""
+        return self.down_proj(_swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class TransformerBlock(nn.Module):
+    """One layer."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: mx.array,
+        layer: int,
+        batch: Batch,
+        cache: KVCache,
+        rotary: tuple[mx.array, mx.array] | None,
+    ) -> mx.array:
+        """x: [tokens, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), layer, batch, cache, rotary)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Qwen2Model(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [TransformerBlock(config) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._rotary = Rotary(config.head_dim, config.rope_theta)
+
+    def __call__(self, batch: Batch, cache: KVCache) -> mx.array:
+        """Hidden states [len(batch.logits_indices), hidden] of the tokens that need logits."""
+        x = self.embed_tokens(batch.input_ids)
+        on_gpu = mx.default_device() == mx.Device(mx.gpu)
+        rotary = None if on_gpu else self._rotary.tables(batch.positions)
+        for layer, block in enumerate(self.layers):
+            x = block(x, layer, batch, cache, rotary)
+        if batch.logits_indices is not None:
+            x = x[batch.logits_indices]
+        return self.norm(x)
+
+
+class Qwen2(nn.Module):
+    """Qwen2ForCausalLM.
+
+    Attributes:
+        config: what it was built from.
+        fingerprint: names these very weights; the root of every block's name.
+    """
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.fingerprint = b""
+        self.model = Qwen2Model(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def __call__(self, batch: Batch, cache: KVCache) -> mx.array:
+        """Write the batch's keys and values into `cache`; return its logits [rows, vocab]."""
+        x = self.model(batch, cache)
+        if self.config.tie_word_embeddings:
+            return self.model.embed_tokens.as_linear(x)
+        return self.lm_head(x)
