@@ -11,12 +11,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.batch import BatchBuilder
+from mlx_paged.beam import BeamParams, BeamRequest
 from mlx_paged.block_pool import BlockPool
 from mlx_paged.interrupts import uninterrupted
 from mlx_paged.kernels.paged_attention import check_backend
 from mlx_paged.kv_cache import KVCache
 from mlx_paged.models.qwen2 import Qwen2
-from mlx_paged.request import LogitsProcessor, Output, Sample
+from mlx_paged.request import LogitsProcessor, Output, Request, Sample, SampleRequest
 from mlx_paged.sampling import Sampled, Sampler, SampleRow, SamplingParams, fresh_seed, prepare
 from mlx_paged.scheduler import Schedule, Scheduler
 from mlx_paged.sequence import Sequence
@@ -131,7 +132,7 @@ class Engine:
         )
         self.cache = KVCache(num_blocks=blocks, **geometry)
         self._builder = BatchBuilder(block_size, config.num_key_value_heads, chosen)
-        self._samples: dict[tuple[int, int], Sample] = {}  # unfinished, by (request, index)
+        self._requests: dict[int, Request] = {}  # unfinished
         self._outputs: list[Output] = []
         self._next_id = 0
         self._stepping = False
@@ -145,7 +146,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._samples or self._outputs)
+        return bool(self._requests or self._outputs)
 
     def add(
         self,
@@ -180,16 +181,13 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop strings need a tokenizer, got stop={params.stop!r} without one")
         ids = self.encode(prompt)
-        self._check_length(len(ids), params)
-        request_id = self._next_id
-        root = hashlib.sha256(self.model.fingerprint + cache_salt.encode()).digest()
-        seq = Sequence(ids, root, (request_id, 0), width=params.num_samples)
+        self._check_length(len(ids), params.max_tokens)
+        seq = self._new_sequence(ids, params.num_samples, cache_salt)
         seed = fresh_seed() if params.seed is None else params.seed
         eos = self._eos_token_ids()
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        ends = self._ends(params)
         samples = [
             Sample(
-                request_id,
                 index,
                 seq,
                 SampleRow(
@@ -207,11 +205,47 @@ class Engine:
             )
             for index in range(params.num_samples)
         ]
+        return self._submit(SampleRequest(seq.age[0], samples), seq)
+
+    def add_beam_search(
+        self,
+        prompt: str | SequenceOf[int] | np.ndarray | mx.array,
+        params: BeamParams | None = None,
+        *,
+        cache_salt: str = "",
+    ) -> int:
+        """Queue a beam search. It has one output, at its end, which carries all hypotheses.
+
+        Args:
+            prompt: text (with a tokenizer) or token ids.
+            params: how to search.
+            cache_salt: requests share cached blocks only under the same salt.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ValueError: as `add`; or the pool cannot hold all beams at once, none of them sharing
+                a block with another, as after a preemption they may have to.
+        """
+        params = BeamParams() if params is None else params
+        ends = self._ends(params)
+        params.check(self.model.config.vocab_size, len(ends))
+        ids = self.encode(prompt)
+        self._check_length(len(ids), params.max_tokens, params.width)
+        seq = self._new_sequence(ids, params.width, cache_salt)
+        return self._submit(BeamRequest(seq.age[0], seq, params, ends, self._decode), seq)
+
+    def _new_sequence(self, ids: list[int], width: int, cache_salt: str) -> Sequence:
+        root = hashlib.sha256(self.model.fingerprint + cache_salt.encode()).digest()
+        return Sequence(ids, root, (self._next_id, 0), width=width)
+
+    def _submit(self, request: Request, seq: Sequence) -> int:
         with uninterrupted():
             self.scheduler.add(seq)
-            self._samples.update({(request_id, sample.index): sample for sample in samples})
+            self._requests[request.request_id] = request
             self._next_id += 1
-        return request_id
+        return request.request_id
 
     def cancel(self, request_id: int) -> bool:
         """End a request now, without further outputs.
@@ -220,14 +254,12 @@ class Engine:
             Whether it was still going on.
         """
         self._check_idle("cancel")
-        samples = [s for key, s in self._samples.items() if key[0] == request_id]
         with uninterrupted():
-            for seq in {id(s.sequence): s.sequence for s in samples}.values():
-                self.scheduler.remove(seq)
-            for sample in samples:
-                del self._samples[request_id, sample.index]
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                request.cancel(self.scheduler)
             self._outputs = [o for o in self._outputs if o.request_id != request_id]
-        return bool(samples)
+        return request is not None
 
     def encode(self, prompt: str | SequenceOf[int] | np.ndarray | mx.array) -> list[int]:
         """Token ids of a prompt.
@@ -269,101 +301,66 @@ class Engine:
         """
         self._check_idle("step")
         self._stepping = True
+        schedule = Schedule()
         try:
             with uninterrupted():
                 schedule = self.scheduler.schedule()
             if schedule.rows:
-                try:
-                    self._run(schedule)
-                except BaseException:
-                    with uninterrupted():
-                        self._recover(schedule)
-                    raise
+                self._run(schedule)
             outputs, self._outputs = self._outputs, []
             return outputs
+        except BaseException:
+            with uninterrupted():
+                self._recover(schedule)
+            raise
         finally:
             self._stepping = False
 
     def _run(self, schedule: Schedule) -> None:
-        rows: list[int] = []
-        samples: list[Sample] = []
+        due: list[tuple[Sequence, int]] = []  # and where the sequence's sampled rows begin
+        rows: list[SampleRow] = []
+        row_of: list[int] = []  # in the batch, of each sampled row
         for i, (seq, n) in enumerate(schedule.rows):
             if seq.num_uncomputed == n:
-                for index in range(seq.age[1], seq.age[1] + seq.width):
-                    rows.append(i)
-                    samples.append(self._samples[seq.age[0], index])
-        batch = self._builder.build(schedule, rows)
+                due.append((seq, len(rows)))
+                rows += self._requests[seq.age[0]].rows(seq)
+                row_of += [i] * (len(rows) - len(row_of))
+        batch = self._builder.build(schedule, row_of)
         self.cache.copy_blocks(schedule.copies)
         if batch.opened_blocks is not None:
             self.cache.open_blocks(batch.opened_blocks)
         logits = self.model(batch, self.cache)
-        if samples:
-            sampled = prepare(logits, [sample.row for sample in samples]).collect()
+        if rows:
+            sampled = prepare(logits, rows).collect()
         else:
             sampled = None
             mx.eval(self.cache.keys, self.cache.values)
         with uninterrupted():
-            self._update(schedule, samples, sampled)
+            self._update(schedule, due, sampled)
 
-    def _update(self, schedule: Schedule, samples: list[Sample], sampled: Sampled | None) -> None:
-        """Count a completed step: computed tokens, forks, new tokens, finished samples."""
+    def _update(
+        self, schedule: Schedule, due: list[tuple[Sequence, int]], sampled: Sampled | None
+    ) -> None:
+        """Count a completed step, and let each request make of its sampled rows what it will."""
         self.scheduler.commit(schedule)
         self._steps += 1
         self._tokens_computed += schedule.num_tokens
         self._block_copies += len(schedule.copies)
         if sampled is None:
             return
-        for seq, _ in schedule.rows:
-            if seq.width > 1 and seq.num_uncomputed == 0:
-                self._fork(seq)
-        for i, sample in enumerate(samples):
-            self._take(sample, sampled, i)
-
-    def _fork(self, seq: Sequence) -> None:
-        """Give each sample of a computed prompt a sequence of its own, on the same blocks."""
-        request_id, first = seq.age
-        for index in range(first + 1, first + seq.width):
-            sample = self._samples[request_id, index]
-            sample.sequence = self.scheduler.fork(seq, (request_id, index))
-            sample.row.tokens = sample.sequence.tokens
-        seq.width = 1
-
-    def _take(self, sample: Sample, sampled: Sampled, i: int) -> None:
-        """Give a sampled token to its sample, and end the sample if that was its last."""
-        error = sampled.errors.get(i)
-        if error is not None:
-            self._outputs.append(
-                Output(sample.request_id, sample.index, None, finish_reason="error", error=error)
-            )
-            self._end(sample, keep=False)
-            return
-        text, reason = sample.take(sampled.tokens[i])
-        self._tokens_generated += 1
-        self._outputs.append(
-            Output(
-                sample.request_id,
-                sample.index,
-                sampled.tokens[i],
-                text,
-                sampled.logprobs[i],
-                sampled.top[i],
-                sampled.full[i],
-                reason,
-            )
-        )
-        if reason is not None:
-            self._end(sample)
-
-    def _end(self, sample: Sample, *, keep: bool = True) -> None:
-        self.scheduler.remove(sample.sequence, keep=keep)
-        del self._samples[sample.request_id, sample.index]
+        for seq, first in due:
+            request = self._requests.get(seq.age[0])
+            if request is None:
+                continue  # it ended with an error of another row in this step
+            outputs = request.take(seq, sampled, first, self.scheduler)
+            self._tokens_generated += sum(output.num_tokens for output in outputs)
+            self._outputs += outputs
+            if not request.sequences:
+                del self._requests[request.request_id]
 
     def _recover(self, schedule: Schedule) -> None:
         """After a step that failed: nothing is computed twice wrongly, nothing is lost."""
-        targets = {target for _, target in schedule.copies}
-        for seq, _ in schedule.rows:
-            if not targets.isdisjoint(seq.block_table):
-                self.scheduler.preempt(seq, keep=False)  # its copy may not have been made
+        self.scheduler.abandon(schedule)
         try:
             mx.eval(self.cache.keys, self.cache.values)
         except Exception:
@@ -425,26 +422,37 @@ class Engine:
 
     # Checks
 
-    def _check_length(self, prompt_len: int, params: SamplingParams) -> None:
-        total = prompt_len + params.max_tokens
+    def _check_length(self, prompt_len: int, max_tokens: int, beams: int = 1) -> None:
+        total = prompt_len + max_tokens
         window = self.model.config.max_position_embeddings
         if total > window:
             raise ValueError(
                 f"max_tokens must be at most {window - prompt_len} after a prompt of {prompt_len} "
-                f"tokens in a window of {window}, got {params.max_tokens}"
+                f"tokens in a window of {window}, got {max_tokens}"
             )
         # The last token's keys and values are never needed.
-        blocks = -(-(total - 1) // self.pool.block_size)
-        if blocks > self.pool.num_blocks:
+        blocks = beams * -(-(total - 1) // self.pool.block_size)
+        fitting = self.pool.num_blocks
+        if beams > 1:  # the last of them is admitted while the others run
+            fitting -= self.scheduler.spare_blocks
+        if blocks > fitting:
+            times = f"times {beams} beams " if beams > 1 else ""
             raise ValueError(
-                f"prompt ({prompt_len} tokens) plus max_tokens ({params.max_tokens}) need {blocks} "
-                f"blocks of {self.pool.block_size}, but the pool has {self.pool.num_blocks}; "
-                "raise memory_limit or num_blocks, or lower max_tokens"
+                f"prompt ({prompt_len} tokens) plus max_tokens ({max_tokens}) {times}need {blocks} "
+                f"blocks of {self.pool.block_size}, but the pool has {fitting}; "
+                f"raise memory_limit or num_blocks, or lower max_tokens{' or width' * (beams > 1)}"
             )
 
     def _check_idle(self, what: str) -> None:
         if self._stepping:
             raise RuntimeError(f"{what} must not be called while a step runs")
+
+    def _decode(self, tokens: SequenceOf[int]) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(list(tokens))
+
+    def _ends(self, params: SamplingParams | BeamParams) -> frozenset[int]:
+        eos = frozenset() if params.ignore_eos else self._eos_token_ids()
+        return eos | frozenset(params.stop_token_ids)
 
     def _eos_token_ids(self) -> frozenset[int]:
         if self.tokenizer is not None:
