@@ -10,6 +10,7 @@ shared prefix: Hydragen (Juravsky et al. 2024), RelayAttention (Zhu et al. 2024)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,30 +45,35 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True)
-class Segments:
-    """What the kernels of one step compute. One partial result per (segment, row) pair.
+class SegmentList:
+    """Segments of one launch. There is one partial result per (segment, row) pair.
 
     Attributes:
-        segments: int32 [num_segments, 5]: the row whose table names the blocks, the first token,
-            the number of tokens, the first member, the number of members.
-        num_shared: the first num_shared segments have several members, the others have one.
-        members: int32 [num_partials, 2]: row, and the number of its partial result.
+        segments: int32 [n, 5]: the row whose table names the blocks, the first token, the number
+            of tokens, the first member, the number of members.
+        members: int32 [partials, 2]: row, and the number of its partial result.
         partial_starts: int32 [rows + 1]: row i's partials are partial_starts[i] up to
             partial_starts[i + 1].
     """
 
     segments: IntArray
-    num_shared: int
     members: IntArray
     partial_starts: IntArray
 
-    @property
-    def num_segments(self) -> int:
+    def __len__(self) -> int:
         return len(self.segments)
 
     @property
     def num_partials(self) -> int:
         return len(self.members)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """What the kernels of one step compute: segments of several rows, and of one row each."""
+
+    shared: SegmentList
+    own: SegmentList
 
 
 def shared_prefixes(
@@ -149,28 +155,33 @@ def plan_segments(
     contexts = np.asarray(context_lens, dtype=np.int32)
     _check_plan(block_tables, contexts, block_size, num_kv_heads, gpu_cores, max_set_rows)
     num_rows = len(contexts)
-    starts = np.zeros(num_rows, dtype=np.int32)  # tokens that a row's shared runs cover
-    # Runs as (table row, first token, tokens) and their rows; shared runs come first.
-    runs: list[tuple[int, int, int]] = []
-    sets: list[IntArray] = []
-    if share:
+    covered = np.zeros(num_rows, dtype=np.int32)  # tokens in a row's shared runs
+    shared: list[tuple[tuple[int, int, int], IntArray]] = []
+    single: list[tuple[int, int, int]] = []
+    if share and num_rows > 1:
         min_blocks = max(1, -(-min_shared_tokens // block_size))
         full = contexts // np.int32(block_size)
         for group in shared_prefixes(block_tables, full, 2, min_blocks, nested=True):
             first, tokens = group.start * block_size, len(group.blocks) * block_size
-            starts[group.rows] = first + tokens
+            covered[group.rows] = first + tokens
             for rows in _row_sets(group.rows, max_set_rows):
-                runs.append((int(rows[0]), first, tokens))
-                sets.append(rows)
-    own = np.flatnonzero(starts < contexts).astype(np.int32)
-    own_runs = np.stack([own, starts[own], contexts[own] - starts[own]], axis=1)
-    all_runs = np.concatenate([np.array(runs, np.int32).reshape(-1, 3), own_runs])
-    set_sizes = np.concatenate([np.array([len(s) for s in sets], int), np.ones(len(own), int)])
-    set_rows = np.concatenate([*sets, own]) if sets else own
+                run = (int(rows[0]), first, tokens)
+                if len(rows) > 1:
+                    shared.append((run, rows))
+                else:
+                    single.append(run)
+    rest = np.flatnonzero(covered < contexts).astype(np.int32)
+    own = np.stack([rest, covered[rest], contexts[rest] - covered[rest]], axis=1)
+    if single:
+        own = np.concatenate([own, np.array(single, dtype=np.int32)])
 
+    runs = np.array([run for run, _ in shared], dtype=np.int32).reshape(-1, 3)
     wanted = -(-THREADGROUPS_PER_CORE * gpu_cores // num_kv_heads)
-    parts = _parts(all_runs[:, 2], wanted, min_split_tokens)
-    return _assemble(all_runs, parts, set_sizes, set_rows, num_rows)
+    parts = _parts(np.concatenate([runs[:, 2], own[:, 2]]), wanted, min_split_tokens)
+    return Segments(
+        _assemble(runs, parts[: len(runs)], [rows for _, rows in shared], num_rows),
+        _assemble(own, parts[len(runs) :], own[:, :1], num_rows),
+    )
 
 
 def bucket(count: int, smallest: int = 8) -> int:
@@ -334,10 +345,15 @@ def _parts(tokens: IntArray, wanted: int, min_tokens: int) -> NDArray[np.int64]:
 def _assemble(
     runs: IntArray,
     parts: NDArray[np.int64],
-    set_sizes: NDArray[np.int64],
-    set_rows: IntArray,
+    sets: Sequence[IntArray] | IntArray,
     num_rows: int,
-) -> Segments:
+) -> SegmentList:
+    """Cut run i (table row, first token, tokens) into parts[i] segments for the rows sets[i]."""
+    if not len(runs):
+        empty = np.zeros(num_rows + 1, dtype=np.int32)
+        return SegmentList(np.zeros((0, 5), np.int32), np.zeros((0, 2), np.int32), empty)
+    set_sizes = np.array([len(rows) for rows in sets])
+    set_rows = np.concatenate(list(sets))
     run_of = np.repeat(np.arange(len(runs)), parts)  # of each segment
     index = np.arange(len(run_of)) - np.repeat(np.cumsum(parts) - parts, parts)
     tokens = runs[run_of, 2].astype(np.int64)
@@ -355,10 +371,8 @@ def _assemble(
     segments = np.stack(
         [runs[run_of, 0], runs[run_of, 1] + begin, end - begin, first_member, sizes], axis=1
     )
-    segments = segments[np.argsort(sizes == 1, kind="stable")]  # several members first
-    return Segments(
+    return SegmentList(
         segments=segments.astype(np.int32),
-        num_shared=int((sizes > 1).sum()),
         members=np.stack([member_rows, partial], axis=1).astype(np.int32),
         partial_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
     )

@@ -1,6 +1,7 @@
 """Shared prefixes and the planner, against slow and obvious counterparts."""
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,7 +133,7 @@ def test_bad_arguments_are_refused() -> None:
         shared_prefixes(tables, np.array([4, 0], np.int32))
     with pytest.raises(ValueError, match="min_rows"):
         shared_prefixes(tables, np.zeros(2, np.int32), min_rows=1)
-    plan = {"block_size": 4, "num_kv_heads": 2, "gpu_cores": 8}
+    plan: dict[str, Any] = {"block_size": 4, "num_kv_heads": 2, "gpu_cores": 8}
     with pytest.raises(ValueError, match="row 1 has 0"):
         plan_segments(tables, np.array([1, 0], np.int32), **plan)
     with pytest.raises(ValueError, match="row 0 attends to 13 tokens"):
@@ -182,21 +183,23 @@ def test_a_plan_covers_every_token_of_every_row_once(
         min_shared_tokens=min_shared,
     )
     counts = np.zeros((rows, width * block_size), int)
-    partials: dict[int, list[int]] = {i: [] for i in range(rows)}
-    for number, (table_row, first, tokens, start, size) in enumerate(plan.segments):
-        assert 1 <= size <= max_set_rows
-        assert (size > 1) == (number < plan.num_shared)
-        blocks = slice(first // block_size, -(-(first + tokens) // block_size))
-        for row, partial in plan.members[start : start + size]:
-            assert (tables[row, blocks] == tables[table_row, blocks]).all()
-            counts[row, first : first + tokens] += 1
-            partials[row].append(int(partial))
+    for kind in (plan.shared, plan.own):
+        partials: dict[int, list[int]] = {i: [] for i in range(rows)}
+        for table_row, first, tokens, start, size in kind.segments:
+            assert tokens > 0
+            assert (2 <= size <= max_set_rows) if kind is plan.shared else size == 1
+            blocks = slice(first // block_size, -(-(first + tokens) // block_size))
+            for row, partial in kind.members[start : start + size]:
+                assert (tables[row, blocks] == tables[table_row, blocks]).all()
+                counts[row, first : first + tokens] += 1
+                partials[row].append(int(partial))
+        for row in range(rows):
+            begin, end = kind.partial_starts[row : row + 2]
+            assert sorted(partials[row]) == list(range(begin, end))
+        assert kind.partial_starts[-1] == kind.num_partials
     for row in range(rows):
         assert (counts[row, : contexts[row]] == 1).all()
         assert (counts[row, contexts[row] :] == 0).all()
-        begin, end = plan.partial_starts[row : row + 2]
-        assert sorted(partials[row]) == list(range(begin, end))
-    assert plan.partial_starts[-1] == plan.num_partials
 
 
 @pytest.mark.parametrize(
@@ -221,23 +224,24 @@ def test_contexts_are_split_until_the_gpu_is_full_and_not_further(
         num_kv_heads=kv_heads,
         gpu_cores=cores,
     )
-    assert plan.num_segments == segments
-    assert np.ptp(plan.segments[:, 2]) <= 1
+    assert len(plan.shared) == 0
+    assert len(plan.own) == segments
+    assert np.ptp(plan.own.segments[:, 2]) <= 1
 
 
 def test_a_long_row_among_short_ones_is_split() -> None:
     contexts = np.array([8192, 256, 256, 256], np.int32)
     plan = plan_segments(plain_tables(4, 512), contexts, block_size=16, num_kv_heads=2, gpu_cores=8)
-    assert np.diff(plan.partial_starts).tolist() == [15, 1, 1, 1]
+    assert np.diff(plan.own.partial_starts).tolist() == [15, 1, 1, 1]
 
 
 def test_sharing_can_be_switched_off() -> None:
     tables = plain_tables(4, 8)
     tables[:, :6] = tables[0, :6]
     contexts = np.full(4, 128, np.int32)
-    arguments = {"block_size": 16, "num_kv_heads": 2, "gpu_cores": 1}
-    assert plan_segments(tables, contexts, **arguments).num_shared == 1
-    assert plan_segments(tables, contexts, **arguments, share=False).num_shared == 0
+    arguments: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "gpu_cores": 1}
+    assert len(plan_segments(tables, contexts, **arguments).shared) == 1
+    assert len(plan_segments(tables, contexts, **arguments, share=False).shared) == 0
 
 
 def test_buckets_are_few_and_waste_little() -> None:
