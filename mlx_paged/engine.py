@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +87,8 @@ class Engine:
         prefix_caching: whether requests reuse the blocks of earlier ones.
         token_reuse: whether they also reuse a part of a block, by a copy.
         backend: "metal" or "reference" attention; by default whichever fits the device.
+        observer: called at the end of every step with the engine, the step's schedule (its
+            tokens are computed by then) and its outputs. It must not call `step` or `cancel`.
 
     Raises:
         ValueError: an argument is out of its range, or not even one block fits the limit.
@@ -103,6 +107,7 @@ class Engine:
         prefix_caching: bool = True,
         token_reuse: bool = True,
         backend: str | None = None,
+        observer: Callable[[Engine, Schedule, list[Output]], None] | None = None,
     ) -> None:
         for name, value in (
             ("block_size", block_size),
@@ -135,6 +140,7 @@ class Engine:
         self._requests: dict[int, Request] = {}  # unfinished
         self._outputs: list[Output] = []
         self._next_id = 0
+        self._observer = observer
         self._stepping = False
         self._steps = 0
         self._tokens_computed = 0
@@ -307,7 +313,10 @@ class Engine:
                 schedule = self.scheduler.schedule()
             if schedule.rows:
                 self._run(schedule)
-            outputs, self._outputs = self._outputs, []
+            with uninterrupted() if self._observer else nullcontext():
+                outputs, self._outputs = self._outputs, []
+                if self._observer:
+                    self._observer(self, schedule, outputs)
             return outputs
         except BaseException:
             with uninterrupted():
