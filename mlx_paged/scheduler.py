@@ -57,6 +57,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks that stay free when a sequence is admitted beside others."""
+        return self.pool.num_blocks // 100
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence.
 
@@ -107,6 +112,17 @@ class Scheduler:
         """Count the tokens of a completed step as computed."""
         for seq, n in step.rows:
             seq.commit(self.pool, n)
+
+    def abandon(self, step: Schedule) -> None:
+        """Take back a step that failed before all of it was done.
+
+        Nothing in it counts as computed. Sequences that wait for a block copy, which may not have
+        been made, start again, and so do those that got no token.
+        """
+        targets = {target for _, target in step.copies}
+        for seq in list(self.running):
+            if not seq.num_uncomputed or not targets.isdisjoint(seq.block_table):
+                self.preempt(seq, keep=False)
 
     def _continue_running(self, step: Schedule) -> int:
         used, index = 0, 0
@@ -192,7 +208,7 @@ class Scheduler:
         blocks = -(-len(seq.tokens) // pool.block_size) - len(match.blocks)
         blocks += sum(pool.ref_counts[b] == 0 for b in match.blocks)
         # A pool filled to the brim would preempt the newcomer at once.
-        spare = pool.num_free - blocks - (pool.num_blocks // 100 if self.running else 0)
+        spare = pool.num_free - blocks - (self.spare_blocks if self.running else 0)
         if spare < 0:
             return None
         source = match.partial_block
