@@ -146,7 +146,7 @@ class Checkpoint:
             config = Qwen2Config.from_dict(read_config(folder))
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
-        files = tuple(WeightFile.open(path) for path in _weight_paths(folder))
+        files = tuple(WeightFile.open(path) for path in weight_paths(folder))
         stored: dict[str, StoredTensor] = {}
         for file in files:
             for name, tensor in file.tensors.items():
@@ -198,7 +198,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _weight_paths(folder: Path) -> list[Path]:
+def weight_paths(folder: Path) -> list[Path]:
     """The files that the index names or, without an index, every model*.safetensors."""
     index = folder / INDEX
     if not index.is_file():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx import nn
 
-from mlx_paged.checkpoint import Checkpoint
+from mlx_paged.checkpoint import Checkpoint, read_config, weight_paths
 from mlx_paged.models.qwen2 import Qwen2
 
 if TYPE_CHECKING:
@@ -121,26 +121,48 @@ def _download(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    def snapshot(local_files_only: bool) -> Path:
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                allow_patterns=NEEDED_FILES,
+                local_files_only=local_files_only,
+            )
+        )
+
+    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
+        # A commit does not change: if it is cached whole, the Hub need not be asked.
+        try:
+            folder = snapshot(local_files_only=True)
+            if read_config(folder) and weight_paths(folder) and _has_tokenizer(folder):
+                return folder
+        except FileNotFoundError:
+            pass
     at = repo_id if revision is None else f"{repo_id} at revision {revision}"
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=NEEDED_FILES))
+        return snapshot(local_files_only=False)
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is not a repository's id: {error}") from error
-    except LocalEntryNotFoundError as error:
+    except (LocalEntryNotFoundError, ConnectionError) as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub does not answer"
         raise FileNotFoundError(
             f"offline ({why}), and {at} is not, or not wholly, in the Hugging Face cache "
             f"{constants.HF_HUB_CACHE}; download it once while online, or name a folder"
         ) from error
-    except Exception as error:  # refusals (no such repository, gated) and failures of the network
+    except Exception as error:  # refused: no such repository or revision, gated; no disk space
         raise FileNotFoundError(f"the Hugging Face Hub does not give {at}: {error}") from error
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
 
 def _load_tokenizer(
     checkpoint: Checkpoint, tokenizer_config: dict[str, Any] | None
 ) -> "TokenizerWrapper":
     folder = checkpoint.folder
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+    if not _has_tokenizer(folder):
         raise FileNotFoundError(
             f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt"
         )
