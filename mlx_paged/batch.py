@@ -73,7 +73,7 @@ class BatchBuilder:
             if (seq.num_computed + n) % size and (seq.num_computed + n) % size <= n
         ]
         last = np.cumsum(counts) - 1
-        everything = len(wanted) == len(positions)
+        everything = wanted == list(range(len(positions)))  # not so for n samples of n tokens
         return Batch(
             input_ids=mx.array(ids),
             positions=mx.array(positions),
