@@ -279,7 +279,7 @@ def _hub_sharegpt() -> list[Pair]:
 
 def _hub_alpaca() -> list[Pair]:
     try:
-        from datasets import load_dataset  # type: ignore[import-not-found]
+        from datasets import load_dataset
     except ImportError as error:
         raise ValueError(
             "hub:alpaca needs the package datasets: pip install 'mlx-paged[data]'"

@@ -174,7 +174,7 @@ def save_figure(figure: Any, path: str | Path) -> list[Path]:
 
 def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterable[T]:
     """Iterate with a bar on stderr; none where stderr is not a terminal."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm
 
     bar: Iterable[T] = tqdm(
         items, desc=title, total=total, disable=None, leave=False, dynamic_ncols=True
