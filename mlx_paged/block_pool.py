@@ -1,6 +1,6 @@
 """Which blocks exist, who refers to them, and which can be found by their content.
 
-No arrays live here: block numbers only. The same number names a block in every layer's K and V array.
+No arrays live here: block numbers only. A number names the same block in all layers' K and V arrays.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class BlockPool:
         assert not any(b in self._contents for b in self._free), "a free block can be found"
         named = {c.name: b for b, c in self._contents.items() if c.name is not None}
         assert named == self._by_name
-        for block, content in self._contents.items():
+        for content in self._contents.values():
             full = len(content.tokens) == self.block_size
             assert full == (content.name is not None), "only full blocks have names"
             if full:

@@ -179,10 +179,14 @@ class SampleRequest(Request):
 
     def _give(self, sample: Sample, sampled: Sampled, i: int, scheduler: Scheduler) -> Output:
         error = sampled.errors.get(i)
+        if error is None:
+            try:
+                text, reason = sample.take(sampled.tokens[i])
+            except Exception as exception:  # of the tokenizer
+                error = exception
         if error is not None:
             self._end(sample, scheduler, keep=False)
             return Output(self.request_id, sample.index, None, finish_reason="error", error=error)
-        text, reason = sample.take(sampled.tokens[i])
         if reason is not None:
             self._end(sample, scheduler)
         return Output(

@@ -59,7 +59,7 @@ class Sequence:
     def blocks_needed(self, pool: BlockPool, num_tokens: int) -> int:
         """Blocks that `reserve` would take from the pool for `num_tokens` more tokens."""
         blocks = -(-(self.num_computed + num_tokens) // pool.block_size)
-        return blocks - len(self.block_table) + self._tail_is_shared(pool)
+        return max(0, blocks - len(self.block_table)) + self._tail_is_shared(pool)
 
     def reserve(self, pool: BlockPool, num_tokens: int) -> tuple[int, int] | None:
         """Make the next `num_tokens` slots writable by this sequence alone.
