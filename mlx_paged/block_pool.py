@@ -1,6 +1,6 @@
 """Which blocks exist, who refers to them, and which can be found by their content.
 
-No arrays live here: block numbers only. A number names the same block in all layers' K and V arrays.
+No arrays live here: block numbers only. A number names one block in every layer's K and V array.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def name_of(parent: bytes, tokens: Iterable[int]) -> bytes:
     return hashlib.sha256(parent + array("i", tokens).tobytes()).digest()
 
 
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two sequences share."""
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many leading items two sequences share."""
     n = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

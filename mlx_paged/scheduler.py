@@ -187,7 +187,7 @@ class Scheduler:
         return self.pool.match(seq.root, seq.tokens, seq.prompt_names)
 
     def _would_find_more(self, seq: Sequence, match: Match, other: Sequence) -> bool:
-        """Whether `other` is computing a part of `seq`'s prefix, which is then worth waiting for."""
+        """Whether `other` is computing a part of `seq`'s prefix, so that it pays to wait."""
         if not self.pool.prefix_caching or other.root != seq.root:
             return False
         size = self.pool.block_size

@@ -139,7 +139,7 @@ class Lives(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject) -> None:
         self.sim.preempt(data.draw(st.sampled_from(self.sim.scheduler.running)))
 
-    @precondition(lambda self: forkable(self.sim))
+    @precondition(lambda self: bool(forkable(self.sim)))
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         self.sim.fork(data.draw(st.sampled_from(forkable(self.sim))))
