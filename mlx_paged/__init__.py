@@ -14,23 +14,55 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlx_paged.api import batch_generate, generate, stream_generate
+    from mlx_paged.beam import BeamParams
     from mlx_paged.engine import Engine, EngineStats
     from mlx_paged.loader import load
     from mlx_paged.request import Output
+    from mlx_paged.responses import BatchResponse, BatchStats, GenerationResponse
     from mlx_paged.sampling import SamplingParams
+    from mlx_paged.trace import Trace
 
 _HOMES = {
+    "BatchResponse": "responses",
+    "BatchStats": "responses",
+    "BeamParams": "beam",
     "Engine": "engine",
     "EngineStats": "engine",
+    "GenerationResponse": "responses",
     "Output": "request",
     "SamplingParams": "sampling",
+    "Trace": "trace",
+    "batch_generate": "api",
+    "generate": "api",
     "load": "loader",
+    "stream_generate": "api",
 }
 
-__all__ = ["Engine", "EngineStats", "Output", "SamplingParams", "load"]
+__all__ = [
+    "BatchResponse",
+    "BatchStats",
+    "BeamParams",
+    "Engine",
+    "EngineStats",
+    "GenerationResponse",
+    "Output",
+    "SamplingParams",
+    "Trace",
+    "batch_generate",
+    "generate",
+    "load",
+    "stream_generate",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

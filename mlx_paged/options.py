@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mlx_paged.models.qwen2 import Qwen2
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "K": 10**3, "M": 10**6, "G": 10**9}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 # Names of the parsed arguments; those of SamplingParams and of Engine.
