@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_paged.api import batch_generate, generate, stream_generate
-    from mlx_paged.beam import BeamParams
+    from mlx_paged.beam import BeamParams, beam_search
     from mlx_paged.engine import Engine, EngineStats
     from mlx_paged.loader import load
-    from mlx_paged.request import Output
+    from mlx_paged.request import Hypothesis, Output
     from mlx_paged.responses import BatchResponse, BatchStats, GenerationResponse
     from mlx_paged.sampling import SamplingParams
     from mlx_paged.trace import Trace
@@ -30,10 +30,12 @@ _HOMES = {
     "Engine": "engine",
     "EngineStats": "engine",
     "GenerationResponse": "responses",
+    "Hypothesis": "request",
     "Output": "request",
     "SamplingParams": "sampling",
     "Trace": "trace",
     "batch_generate": "api",
+    "beam_search": "beam",
     "generate": "api",
     "load": "loader",
     "stream_generate": "api",
@@ -46,10 +48,12 @@ __all__ = [
     "Engine",
     "EngineStats",
     "GenerationResponse",
+    "Hypothesis",
     "Output",
     "SamplingParams",
     "Trace",
     "batch_generate",
+    "beam_search",
     "generate",
     "load",
     "stream_generate",

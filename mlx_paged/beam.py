@@ -13,17 +13,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import mlx.core as mx
-
+from mlx_paged.options import ENGINE_OPTIONS
 from mlx_paged.request import FinishReason, Hypothesis, Output, Request
 from mlx_paged.sampling import Sampled, SampleRow, SamplingParams
 from mlx_paged.sequence import Sequence
 
 if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    from mlx_paged.engine import Engine
-    from mlx_paged.models.qwen2 import Qwen2
+    from mlx_paged.generation import Prompt
     from mlx_paged.scheduler import Scheduler
 
 EarlyStopping = bool | Literal["never"]
@@ -91,6 +87,11 @@ class BeamParams:
                 f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
             )
         object.__setattr__(self, "stop_token_ids", self.sampling().stop_token_ids)
+
+    @property
+    def num_samples(self) -> int:
+        """Streams of outputs: one, whatever the width."""
+        return 1
 
     def check(self, vocab_size: int, num_ends: int) -> None:
         """Validate what depends on the vocabulary.
@@ -284,14 +285,7 @@ class BeamRequest(Request):
 
 
 def beam_search(
-    model: Qwen2,
-    tokenizer: TokenizerWrapper | None,
-    prompt: str | SequenceOf[int] | mx.array,
-    width: int = 4,
-    *,
-    engine: Engine | None = None,
-    cache_salt: str = "",
-    **params: Any,
+    model: Any, tokenizer: Any, prompt: Prompt, width: int = 4, **kwargs: Any
 ) -> list[Hypothesis]:
     """The most likely continuations of a prompt, the best first.
 
@@ -300,35 +294,31 @@ def beam_search(
             print(found.score, found.text)
 
     Args:
-        model, tokenizer: what `load` returned; without a tokenizer there are token ids only.
-        prompt: text or token ids.
+        model, tokenizer: what `load` returned.
+        prompt: text, token ids, or chat messages.
         width: beams, and hypotheses returned.
-        engine: one to use, whose cached blocks are reused; by default a new one of default size.
-        cache_salt: see `Engine.add`.
-        params: of `BeamParams`: max_tokens, length_penalty, early_stopping and so on.
-
-    Returns:
-        `width` hypotheses.
+        kwargs: the other fields of `BeamParams` (max_tokens, length_penalty, early_stopping and so
+            on), `cache_salt`, and the options of `Engine`. All calls on a model use one engine.
 
     Raises:
-        ValueError, TypeError: an argument is out of its range, or the search cannot fit the pool.
+        TypeError: an argument is unknown or of the wrong type.
+        ValueError: an argument is out of its range, or the search cannot fit the model or the pool.
         RuntimeError: the model's logits are not finite numbers.
     """
-    from mlx_paged.engine import Engine
+    from mlx_paged.arguments import check_model, wrap_tokenizer
+    from mlx_paged.generation import checked, encode_prompt
+    from mlx_paged.shared_engine import engine_of
 
-    if engine is None:
-        engine = Engine(model, tokenizer)
-    elif engine.has_work:
-        raise ValueError("engine must have no other requests, whose outputs would be lost")
-    request_id = engine.add_beam_search(
-        prompt, BeamParams(width=width, **params), cache_salt=cache_salt
-    )
-    try:
-        while True:
-            for output in engine.step():
-                if output.error is not None:
-                    raise output.error
-                if output.hypotheses is not None:
-                    return list(output.hypotheses)
-    finally:
-        engine.cancel(request_id)
+    model, tokenizer = check_model(model), wrap_tokenizer(tokenizer)
+    options = {name: kwargs.pop(name) for name in ENGINE_OPTIONS if name in kwargs}
+    salt = kwargs.pop("cache_salt", "")
+    params = BeamParams(width=width, **kwargs)
+    shared = engine_of(model, tokenizer, options)
+    with shared.call() as call:
+        ids = encode_prompt(shared.engine, tokenizer, prompt)
+        call.add(tokenizer, ids, params, cache_salt=salt)
+        hypotheses = None
+        while outputs := call.outputs():
+            hypotheses = checked(outputs[-1]).hypotheses
+    assert hypotheses is not None
+    return list(hypotheses)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from mlx_paged.beam import BeamParams
 from mlx_paged.engine import Engine
 from mlx_paged.interrupts import uninterrupted
 from mlx_paged.models.qwen2 import Qwen2
@@ -69,10 +70,10 @@ class Call:
         self,
         tokenizer: TokenizerWrapper,
         prompt: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamParams,
         **how: Any,
     ) -> int:
-        """Queue a request; see `Engine.add`."""
+        """Queue a request; see `Engine.add` and `Engine.add_beam_search`."""
         return self._shared.add(self, tokenizer, prompt, params, how)
 
     def outputs(self) -> list[Output]:
@@ -197,13 +198,16 @@ class SharedEngine:
         call: Call,
         tokenizer: TokenizerWrapper,
         prompt: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamParams,
         how: Mapping[str, Any],
     ) -> int:
         """Queue a request of a call."""
         with self._lock, uninterrupted():
             self.engine.tokenizer = tokenizer
-            request_id = self.engine.add(prompt, params, **how)
+            if isinstance(params, BeamParams):
+                request_id = self.engine.add_beam_search(prompt, params, **how)
+            else:
+                request_id = self.engine.add(prompt, params, **how)
             self._router.calls[request_id] = call
             call.expect(request_id, params.num_samples)
             return request_id
