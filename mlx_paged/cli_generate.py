@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -53,6 +54,7 @@ def add_parser(subparsers: Any) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
         "generate",
+        usage="mlx-paged generate --prompt TEXT [--model NAME] [options]",
         help="generate text from a prompt",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -191,9 +193,11 @@ def _show_json(
             "finish_reason": answer.finish_reason,
         }
         if generation.params.logprobs is not None:
-            sample["logprobs"] = answer.logprobs
+            sample["logprobs"] = [_finite(x) for x in answer.logprobs]
             if answer.top_logprobs:
-                sample["top_logprobs"] = answer.top_logprobs
+                sample["top_logprobs"] = [
+                    [[token, _finite(x)] for token, x in top] for top in answer.top_logprobs
+                ]
         samples.append(sample)
     figures = None if generation.figures is None else asdict(generation.figures)
     said = {"model": args.model, "samples": samples, "stats": figures}
@@ -252,6 +256,11 @@ def _prompt(
     if args.prefill_response is not None:
         chat = [*chat, {"role": "assistant", "content": unescape(args.prefill_response)}]
     return encode_chat(tokenizer, chat, **args.chat_template_config)
+
+
+def _finite(x: float) -> float | None:
+    """JSON has no infinity: a forbidden token's log-probability is null."""
+    return x if math.isfinite(x) else None
 
 
 def _boolean(text: str) -> bool:
