@@ -16,7 +16,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_paged.checkpoint import Checkpoint, WeightFile
-from mlx_paged.loader import find_folder, load, load_model
+from mlx_paged.loader import TINY, find_folder, load, load_model
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
@@ -434,6 +434,13 @@ def test_arguments_of_the_name_are_checked(folder: Path) -> None:
             load(name)
     with pytest.raises(TypeError, match="unexpected keyword"):
         load(folder, device="cpu")  # type: ignore[call-arg]
+
+
+def test_tiny_is_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_folder("tiny") == TINY
+    assert find_folder("./tiny").resolve() == (tmp_path / "tiny").resolve()
 
 
 # The root of the prefix cache's hash chain
