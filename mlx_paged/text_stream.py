@@ -71,6 +71,6 @@ class TextStream:
         """Where the first stop string begins that the end of ``text`` leaves unfinished."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             tail = text[start:]
-            if any(len(tail) < len(stop) and stop.startswith(tail) for stop in self._stop):
+            if any(stop.startswith(tail) for stop in self._stop):
                 return start
         return len(text)

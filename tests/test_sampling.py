@@ -269,7 +269,7 @@ MIXED: list[dict[str, Any]] = [
     {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
     {"presence_penalty": 1.5, "frequency_penalty": 0.4, "logprobs": 0},
     {"temperature": 1.0, "logit_bias": {1: 5.0, 2: -math.inf}, "frequency_penalty": 0.2},
-    {"temperature": 2.0, "min_tokens": 100, "stop_token_ids": (1, 2, 3), "eos_token_ids": (0,)},
+    {"temperature": 2.0, "min_tokens": 100, "stop_token_ids": range(60), "eos_token_ids": (66,)},
     {"logits_processors": [lambda tokens, logits: logits + (mx.arange(67) == len(tokens)) * 9.0]},
     {"temperature": 1.0, "logits_processors": make_logits_processors({5: 2.0}, 1.2)},
     {"sampler": lambda logprobs: mx.argmin(logprobs, axis=-1)},
@@ -294,6 +294,17 @@ def test_a_row_does_not_depend_on_its_company(data: st.DataObject) -> None:
             assert other.tokens[at] == together.tokens[i]
             assert other.logprobs[at] == together.logprobs[i]
             assert other.top[at] == together.top[i]
+
+
+def test_noise_belongs_to_token_ids() -> None:
+    rows = 200
+    logits = random_logits(rows, 50, scale=1.0)
+    least = np.argmin(np.array(logits), axis=-1)
+    free = sample(logits, [make_row(i, temperature=1.0) for i in range(rows)]).tokens
+    cut = sample(logits, [make_row(i, temperature=1.0, top_k=49) for i in range(rows)]).tokens
+    same = [a == b for a, b, dropped in zip(free, cut, least, strict=True) if a != dropped]
+    assert all(same)
+    assert len(same) > rows * 0.9
 
 
 def test_samples_are_runs_with_the_seeds_in_turn() -> None:

@@ -160,6 +160,12 @@ def test_a_stop_inside_a_possible_longer_one_waits() -> None:
     assert ended.finished_by_stop
 
 
+def test_a_stop_does_not_wait_for_a_longer_one_at_its_place() -> None:
+    stream = TextStream(BPE.wrapper, ["abb", "ab"])
+    assert [stream.add(token) for token in BPE.tokens(b"D!", b"a", b"b")] == ["D!", "", ""]
+    assert stream.finished_by_stop
+
+
 def test_streams_of_one_tokenizer_are_apart() -> None:
     tokens = BPE.tokens(b"one ", b"two")
     first, second = TextStream(BPE.wrapper), TextStream(BPE.wrapper)
