@@ -7,9 +7,9 @@ read once for all of them, and merged with each row's own part by log-sum-exp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +22,7 @@ IntArray = NDArray[np.int32]
 MAX_WASTE = 0.25  # of a group's scores may be padding
 FREE_WASTE = 1024  # scores of padding that cost less than one more group
 MAX_SCORES = 2**19  # queries times tokens in one product, per query head
+ROUND_TOKENS = 64  # contexts are padded to a multiple, so that the shapes of steps repeat
 MIN_TILE = 16  # queries of a prompt chunk done at once, however long its context
 MIN_SHARED_TOKENS = 512  # reads that sharing a prefix must save to be worth a merge
 
@@ -50,7 +51,7 @@ class Group:
     @property
     def num_queries(self) -> int:
         """Queries per row, padding included."""
-        return max(work.num_queries for work in self.works)
+        return 1 if self.limits.ndim == 4 else self.limits.shape[3]
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,34 @@ class ReferencePlan:
         if self.order is not None:
             result = result[self.order]
         return result.astype(queries.dtype)
+
+    def arrays(self) -> list[mx.array | None]:
+        """All arrays that `attend` uses, in a fixed order."""
+        found = [self.merge_index, self.order]
+        for group in (*self.plain, *self.partial):
+            found += [group.blocks, group.query_index, group.limits]
+        for run in self.shared:
+            found += [run.query_index, run.blocks]
+        return found
+
+    def with_arrays(self, arrays: Iterable[Any]) -> ReferencePlan:
+        """The same plan over other arrays, as `arrays` lists them."""
+        rest = iter(arrays)
+        merge_index, order = next(rest), next(rest)
+        groups = [
+            replace(group, blocks=next(rest), query_index=next(rest), limits=next(rest))
+            for group in (*self.plain, *self.partial)
+        ]
+        shared = tuple(SharedRun(next(rest), next(rest)) for _ in self.shared)
+        count = len(self.plain)
+        return ReferencePlan(
+            tuple(groups[:count]),
+            tuple(groups[count:]),
+            shared,
+            merge_index,
+            order,
+            self.finite_tails,
+        )
 
     def advance(self, context_lens: IntArray) -> ReferencePlan:
         """The plan of the next step, where the same rows have the same blocks and more tokens."""
@@ -223,7 +252,8 @@ def _make_group(
     heads: IntArray,
     block_size: int,
 ) -> Group:
-    width = max(work.num_blocks for work in works)
+    step = -(-ROUND_TOKENS // block_size)
+    width = -(-max(work.num_blocks for work in works) // step) * step
     queries = max(work.num_queries for work in works)
     blocks = np.empty((len(works), width), np.int32)
     for i, work in enumerate(works):
@@ -335,7 +365,7 @@ def _attend(
     group: Group, scaled: mx.array, pool: _Pool, with_sums: bool
 ) -> tuple[mx.array, mx.array | None]:
     """Outputs [r * q, heads, dim] and, for a merge, log-sum-exps [r * q, heads]."""
-    rows, q = len(group.works), group.num_queries
+    rows, q = group.blocks.shape[0], group.num_queries
     heads, dim = scaled.shape[1:]
     queries = scaled if group.query_index is None else scaled[group.query_index]
     keys, values = pool.read(group.blocks)

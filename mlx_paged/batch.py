@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.kernels.paged_attention import AttentionPlan, Backend, plan_attention
+from mlx_paged.kernels.paged_attention import AttentionBackend, AttentionPlan
 from mlx_paged.kv_cache import Slots
 from mlx_paged.scheduler import Schedule
 from mlx_paged.sequence import Sequence
@@ -33,6 +34,28 @@ class Batch:
     attention: AttentionPlan
     logits_indices: mx.array | None
 
+    def arrays(self) -> list[mx.array | None]:
+        """All arrays that the model's forward pass uses, in a fixed order."""
+        return [
+            self.input_ids,
+            self.positions,
+            *self.slots,
+            self.logits_indices,
+            *self.attention.arrays(),
+        ]
+
+    def with_arrays(self, arrays: list[Any]) -> Batch:
+        """The same batch over other arrays, as `arrays` lists them."""
+        ids, positions, blocks, heads, offsets, wanted, *attention = arrays
+        return Batch(
+            ids,
+            positions,
+            Slots(blocks, heads, offsets),
+            None,
+            self.attention.with_arrays(attention),
+            wanted,
+        )
+
 
 class BatchBuilder:
     """Makes batches, and keeps the attention plan while no table changes.
@@ -42,7 +65,7 @@ class BatchBuilder:
         backend: who computes attention.
     """
 
-    def __init__(self, block_size: int, num_kv_heads: int, backend: Backend) -> None:
+    def __init__(self, block_size: int, num_kv_heads: int, backend: AttentionBackend) -> None:
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.backend = backend
@@ -110,8 +133,7 @@ class BatchBuilder:
         for i, (seq, _) in enumerate(rows):
             tables[i, : len(seq.block_table)] = seq.block_table
         self._signature = signature
-        self._plan = plan_attention(
-            self.backend,
+        self._plan = self.backend.plan(
             tables,
             ends,
             counts,

@@ -16,8 +16,9 @@ from mlx_paged.batch import BatchBuilder
 from mlx_paged.beam import BeamParams, BeamRequest
 from mlx_paged.block_pool import BlockPool
 from mlx_paged.interrupts import uninterrupted
-from mlx_paged.kernels.paged_attention import check_backend
+from mlx_paged.kernels.paged_attention import AttentionBackend, choose_backend
 from mlx_paged.kv_cache import KVCache
+from mlx_paged.model_runner import ModelRunner
 from mlx_paged.models.qwen2 import Qwen2
 from mlx_paged.request import LogitsProcessor, Output, Request, Sample, SampleRequest
 from mlx_paged.sampling import Sampled, Sampler, SampleRow, SamplingParams, fresh_seed, prepare
@@ -86,7 +87,10 @@ class Engine:
         max_num_seqs: sequences running at once.
         prefix_caching: whether requests reuse the blocks of earlier ones.
         token_reuse: whether they also reuse a part of a block, by a copy.
-        backend: "metal" or "reference" attention; by default whichever fits the device.
+        backend: "metal" or "reference" attention, or an object that plans it; by default
+            whichever fits the device and the model.
+        compile_steps: whether the graph of a step whose shape repeats is compiled and replayed,
+            where the backend allows it.
         observer: called at the end of every step with the engine, the step's schedule (its
             tokens are computed by then) and its outputs. It must not call `step` or `cancel`.
 
@@ -106,7 +110,8 @@ class Engine:
         max_num_seqs: int = 256,
         prefix_caching: bool = True,
         token_reuse: bool = True,
-        backend: str | None = None,
+        backend: str | AttentionBackend | None = None,
+        compile_steps: bool = True,
         observer: Callable[[Engine, Schedule, list[Output]], None] | None = None,
     ) -> None:
         for name, value in (
@@ -118,8 +123,14 @@ class Engine:
         ):
             _check_positive(name, value)
         config = model.config
-        chosen = check_backend(backend)
         dtype = model.model.norm.weight.dtype
+        chosen = choose_backend(
+            backend,
+            dtype=dtype,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+        )
         geometry: dict[str, Any] = {
             "num_layers": config.num_hidden_layers,
             "num_kv_heads": config.num_key_value_heads,
@@ -137,6 +148,7 @@ class Engine:
         )
         self.cache = KVCache(num_blocks=blocks, **geometry)
         self._builder = BatchBuilder(block_size, config.num_key_value_heads, chosen)
+        self._runner = ModelRunner(model, enabled=compile_steps and chosen.compiles)
         self._requests: dict[int, Request] = {}  # unfinished
         self._outputs: list[Output] = []
         self._next_id = 0
@@ -338,7 +350,7 @@ class Engine:
         self.cache.copy_blocks(schedule.copies)
         if batch.opened_blocks is not None:
             self.cache.open_blocks(batch.opened_blocks)
-        logits = self.model(batch, self.cache)
+        logits = self._runner(batch, self.cache)
         if rows:
             sampled = prepare(logits, rows).collect()
         else:
@@ -417,6 +429,7 @@ class Engine:
     def clear_cache(self) -> None:
         """Forget all cached blocks; to be called if the model's weights change."""
         self.pool.clear_cache()
+        self._runner.reset()
 
     def check(self) -> None:
         """Assert all invariants of pool, sequences and scheduler."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -55,6 +56,12 @@ class KVCache:
         self.keys: list[mx.array] = []
         self.values: list[mx.array] = []
         self.reset()
+
+    def view(self, keys: list[mx.array], values: list[mx.array]) -> KVCache:
+        """A cache of the same geometry over other arrays."""
+        other = copy(self)
+        other.keys, other.values = list(keys), list(values)
+        return other
 
     @staticmethod
     def block_bytes(

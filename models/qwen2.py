@@ -7,6 +7,7 @@ go through together, [tokens, ...]; only rotary positions, slots and attention k
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -17,6 +18,8 @@ from mlx_paged.models.config import Qwen2Config
 if TYPE_CHECKING:
     from mlx_paged.batch import Batch
     from mlx_paged.kv_cache import KVCache
+
+Tables = tuple[mx.array, mx.array]
 
 
 class Rotary:
@@ -32,15 +35,16 @@ class Rotary:
         half = head_dim // 2
         exponents = mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(theta) / half)
         self._frequencies = mx.exp(exponents)
+        self._signs = mx.array([[-1.0], [1.0]])
 
-    def tables(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Cosines and sines [tokens, 1, head_dim / 2] of positions [tokens]."""
-        angles = positions[:, None, None] * self._frequencies
-        return mx.cos(angles), mx.sin(angles)
+    def tables(self, positions: mx.array) -> Tables | None:
+        """Cosines and signed sines [tokens, 1, 1 or 2, head_dim / 2], where they are of use."""
+        if mx.default_device() == mx.Device(mx.gpu):
+            return None
+        angles = positions[:, None, None, None] * self._frequencies
+        return mx.cos(angles), mx.sin(angles) * self._signs
 
-    def __call__(
-        self, x: mx.array, positions: mx.array, tables: tuple[mx.array, mx.array] | None
-    ) -> mx.array:
+    def __call__(self, x: mx.array, positions: mx.array, tables: Tables | None) -> mx.array:
         """Rotate x [tokens, heads, head_dim]."""
         if tables is not None:
             return _rotate(x, *tables)
@@ -55,15 +59,34 @@ class Rotary:
         return rotated[:, :, 0]
 
 
-@mx.compile
-def _rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
-    return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+# Small functions whose elementwise parts MLX fuses into one kernel each.
 
 
 @mx.compile
+def _rotate(x: mx.array, cos: mx.array, signed_sin: mx.array) -> mx.array:
+    halves = x.reshape(*x.shape[:2], 2, -1).astype(mx.float32)
+    turned = halves * cos + halves[:, :, ::-1] * signed_sin
+    return turned.astype(x.dtype).reshape(x.shape)
+
+
+@partial(mx.compile, shapeless=True)
 def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
+
+
+class Norm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, dims: int, eps: float) -> None:
+        super().__init__()
+        self.weight = mx.ones((dims,))
+        self._compiled = mx.compile(
+            lambda x, weight: mx.fast.rms_norm(x, weight, eps), shapeless=True
+        )
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: [tokens, dims]."""
+        return self._compiled(x, self.weight)
 
 
 class Attention(nn.Module):
@@ -88,7 +111,7 @@ class Attention(nn.Module):
         layer: int,
         batch: Batch,
         cache: KVCache,
-        rotary: tuple[mx.array, mx.array] | None,
+        rotary: Tables | None,
     ) -> mx.array:
         """x: [tokens, hidden]."""
         tokens = x.shape[0]
@@ -125,8 +148,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(
         self,
@@ -134,7 +157,7 @@ class TransformerBlock(nn.Module):
         layer: int,
         batch: Batch,
         cache: KVCache,
-        rotary: tuple[mx.array, mx.array] | None,
+        rotary: Tables | None,
     ) -> mx.array:
         """x: [tokens, hidden]."""
         x = x + self.self_attn(self.input_layernorm(x), layer, batch, cache, rotary)
@@ -148,14 +171,13 @@ class Qwen2Model(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [TransformerBlock(config) for _ in range(config.num_hidden_layers)]
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self._rotary = Rotary(config.head_dim, config.rope_theta)
 
     def __call__(self, batch: Batch, cache: KVCache) -> mx.array:
         """Hidden states [len(batch.logits_indices), hidden] of the tokens that need logits."""
         x = self.embed_tokens(batch.input_ids)
-        on_gpu = mx.default_device() == mx.Device(mx.gpu)
-        rotary = None if on_gpu else self._rotary.tables(batch.positions)
+        rotary = self._rotary.tables(batch.positions)
         for layer, block in enumerate(self.layers):
             x = block(x, layer, batch, cache, rotary)
         if batch.logits_indices is not None:

@@ -1,0 +1,79 @@
+"""The model's forward pass, compiled once a shape of step repeats."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged.batch import Batch
+from mlx_paged.kv_cache import KVCache
+from mlx_paged.models.qwen2 import Qwen2
+
+REPEATS = 3  # steps of one shape before compiling it pays
+MAX_SHAPES = 32  # shapes remembered
+
+Compiled = Callable[..., tuple[mx.array, list[mx.array], list[mx.array]]]
+
+
+class ModelRunner:
+    """Runs steps, and replays those whose shapes repeat.
+
+    Building the graph of a step in Python takes a good part of a small model's decode step. Decode
+    steps have few shapes (contexts are padded to a step of `reference.ROUND_TOKENS`), so the
+    graph of a shape that has come up `REPEATS` times in a row is compiled and replayed. The pools
+    go in as arguments and come out as results, which keeps their updates in place.
+
+    Args:
+        model: the model; `reset` if its weights change.
+        enabled: whether to compile at all.
+    """
+
+    def __init__(self, model: Qwen2, *, enabled: bool) -> None:
+        self.model = model
+        self.enabled = enabled
+        self._last: tuple[Any, ...] = ()
+        self._repeats = 0
+        self._compiled: OrderedDict[tuple[Any, ...], Compiled] = OrderedDict()
+
+    def reset(self) -> None:
+        """Forget all compiled steps."""
+        self._last = ()
+        self._compiled.clear()
+
+    def __call__(self, batch: Batch, cache: KVCache) -> mx.array:
+        """Logits [rows, vocab]; keys and values are written into `cache`."""
+        if not self.enabled:
+            return self.model(batch, cache)
+        given = batch.arrays()
+        shape = tuple(None if a is None else tuple(a.shape) for a in given)
+        step = self._compiled.get(shape)
+        if step is None:
+            self._repeats = self._repeats + 1 if shape == self._last else 1
+            self._last = shape
+            if self._repeats < REPEATS:
+                return self.model(batch, cache)
+            step = self._compiled[shape] = self._compile(batch, cache)
+            if len(self._compiled) > MAX_SHAPES:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(shape)
+        arrays = [a for a in given if a is not None]
+        logits, cache.keys, cache.values = step(arrays, cache.keys, cache.values)
+        return logits
+
+    def _compile(self, batch: Batch, cache: KVCache) -> Compiled:
+        present = [a is not None for a in batch.arrays()]
+        geometry = cache.view([], [])
+
+        def run(
+            arrays: list[mx.array], keys: list[mx.array], values: list[mx.array]
+        ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+            rest = iter(arrays)
+            traced = batch.with_arrays([next(rest) if there else None for there in present])
+            pools = geometry.view(keys, values)
+            logits = self.model(traced, pools)
+            return logits, pools.keys, pools.values
+
+        return mx.compile(run)
