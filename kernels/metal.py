@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -217,13 +216,14 @@ class Shape:
 
 
 _ATTEND_INPUTS = (
-    "queries keys values block_tables segments members table_width block_size scale".split()
+    *("queries", "keys", "values", "block_tables", "segments", "members"),
+    *("table_width", "block_size", "scale"),
 )
 _PLACE = (
     "threadgroup_position_in_grid, threadgroups_per_grid, thread_index_in_threadgroup, "
     "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 )
-_ATTEND_CALL = "queries, keys, values, block_tables, segments, members, table_width, block_size, scale, acc, stats"  # noqa: E501
+_ATTEND_CALL = ", ".join((*_ATTEND_INPUTS, "acc", "stats"))
 
 _ROW_BODY = f"""
   threadgroup T query_tile[G * D];
@@ -280,7 +280,7 @@ def _own_variant(shape: Shape) -> Variant:
     return Variant(
         name=f"paged_attend_row_{shape.suffix}",
         body=_ROW_BODY,
-        inputs=tuple(_ATTEND_INPUTS),
+        inputs=_ATTEND_INPUTS,
         outputs=("acc", "stats"),
         template=(("T", shape.dtype), ("D", shape.head_dim), ("G", shape.group)),
     )
@@ -290,7 +290,7 @@ def _rows_variant(shape: Shape) -> Variant:
     return Variant(
         name=f"paged_attend_rows_{shape.suffix}",
         body=_ROWS_BODY,
-        inputs=tuple(_ATTEND_INPUTS),
+        inputs=_ATTEND_INPUTS,
         outputs=("acc", "stats"),
         template=(
             ("T", shape.dtype),
@@ -433,9 +433,7 @@ def _shape(dtype: mx.Dtype, num_heads: int, num_kv_heads: int, head_dim: int) ->
     return Shape(dtype, head_dim, group)
 
 
-def _checked_shape(
-    queries: mx.array, keys: mx.array, values: mx.array, plan: DecodePlan
-) -> Shape:
+def _checked_shape(queries: mx.array, keys: mx.array, values: mx.array, plan: DecodePlan) -> Shape:
     _check_pools(queries, keys, values)
     if keys.shape[1:3] != (plan.num_kv_heads, plan.block_size):
         raise ValueError(
@@ -522,7 +520,10 @@ def paged_prefill(
         return gathered[:, :, :context_len]
 
     out = mx.fast.scaled_dot_product_attention(
-        queries.transpose(1, 0, 2)[None], sequence(keys), sequence(values), scale=scale,
+        queries.transpose(1, 0, 2)[None],
+        sequence(keys),
+        sequence(values),
+        scale=scale,
         mask="causal",
     )
     return out[0].transpose(1, 0, 2)

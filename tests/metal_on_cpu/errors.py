@@ -9,5 +9,5 @@ class CompileError(MetalError):
     """The compiler, or a rule of Metal that it does not know, refuses the source."""
 
 
-class KernelFault(MetalError):
+class FaultError(MetalError):
     """A check failed while the kernel ran; the message names line, thread and buffer."""

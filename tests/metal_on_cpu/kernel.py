@@ -90,17 +90,11 @@ class EmulatedKernel:
         dtypes = [numpy_dtype(d) for d in output_dtypes]
         sig = signature(
             self.name,
-            [
-                Input(n, a.dtype, a.shape)
-                for n, a in zip(self.input_names, arrays, strict=True)
-            ],
+            [Input(n, a.dtype, a.shape) for n, a in zip(self.input_names, arrays, strict=True)],
             list(zip(self.output_names, dtypes, strict=True)),
             self.source,
             self.header,
-            [
-                (n, numpy_dtype(v) if isinstance(v, mx.Dtype) else v)
-                for n, v in template or ()
-            ],
+            [(n, numpy_dtype(v) if isinstance(v, mx.Dtype) else v) for n, v in template or ()],
             self.atomic_outputs,
         )
         if verbose:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.metal_on_cpu.compiler import compile_kernel, lines_of, runtime
-from tests.metal_on_cpu.errors import CompileError, KernelFault, MetalError
+from tests.metal_on_cpu.errors import CompileError, FaultError, MetalError
 from tests.metal_on_cpu.signature import (
     BFLOAT16,
     Input,
@@ -25,7 +25,8 @@ from tests.metal_on_cpu.translate import refused, to_cpp
 ORDERS = {"forward": 0, "backward": 1, "random": 2}
 MAX_THREADS = 1024
 _COUNTS = (
-    "loads loaded stores stored distinct_loaded distinct_stored unwritten first_unwritten".split()
+    *("loads", "loaded", "stores", "stored"),
+    *("distinct_loaded", "distinct_stored", "unwritten", "first_unwritten"),
 )
 
 
@@ -105,10 +106,10 @@ def build(sig: Signature, header: str, body: str, mode: str) -> Compiled:
     Raises:
         CompileError: the source is not valid Metal, as far as the emulator can tell.
     """
-    messages = refused(header) + refused(body)
+    messages = refused(header, "header") + refused(body, "body")
     if messages:
         raise CompileError("\n".join(f"error: {message}" for message in messages))
-    library = compile_kernel(to_cpp(sig, header, body), mode)
+    library = compile_kernel(to_cpp(sig, header, body), mode, header + body)
     runtime()
     handle = ctypes.CDLL(str(library))
     entry = ctypes.cast(handle.emu_entry, ctypes.c_void_p).value or 0
@@ -167,18 +168,18 @@ def run(
         may_stay_unwritten: outputs that are larger than what the kernel fills.
 
     Raises:
-        KernelFault: a check failed.
+        FaultError: a check failed.
         MetalError: the launch itself is not allowed.
     """
     if min(grid) < 1 or min(threadgroup) < 1:
-        raise MetalError(f"grid {tuple(grid)} and threadgroup {tuple(threadgroup)} must be positive")
+        raise MetalError(
+            f"grid {tuple(grid)} and threadgroup {tuple(threadgroup)} must be positive"
+        )
     clamped = [min(g, t) for g, t in zip(grid, threadgroup, strict=True)]
     if int(np.prod(clamped)) > MAX_THREADS:
         raise MetalError(f"a threadgroup of {threadgroup} threads: Metal's limit is {MAX_THREADS}")
     library, sig = runtime(), compiled.signature
-    outputs = [
-        np.empty(tuple(s), d) for s, d in zip(output_shapes, output_dtypes, strict=True)
-    ]
+    outputs = [np.empty(tuple(s), d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
     for array in outputs:
         if init_value is None:
             array.reshape(-1).view(np.uint8)[:] = 0xFF
@@ -216,7 +217,7 @@ def run(
             counts = {name: getattr(raw, name) for name in _COUNTS[:-1]}
             report.buffers[raw.name.decode()] = BufferReport(size=raw.size, **counts)
         if failed:
-            raise KernelFault(_with_lines(compiled.library, message.value.decode()))
+            raise FaultError(_with_lines(compiled.library, message.value.decode()))
         if check and init_value is None:
             _refuse_unwritten(sig, buffers, outputs, may_stay_unwritten)
         return outputs, report
@@ -243,7 +244,7 @@ def _refuse_unwritten(
         if b.kind == "output" and raw.unwritten and b.name not in allowed:
             array = outputs[b.index]
             element = np.unravel_index(raw.first_unwritten // array.itemsize, array.shape)
-            raise KernelFault(
+            raise FaultError(
                 f"output `{b.name}`: {raw.unwritten} of {raw.size} bytes never written, the first "
                 f"in element {tuple(int(i) for i in element)}"
             )

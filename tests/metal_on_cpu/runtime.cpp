@@ -71,7 +71,8 @@ struct Site {
   const char* file = "";
   u32 line = 0, column = 0;
   bool same_place(const Site& other) const {
-    return line == other.line && column == other.column && !strcmp(file, other.file);
+    return line == other.line && column == other.column &&
+           (file == other.file || !strcmp(file, other.file));
   }
 };
 
@@ -180,11 +181,26 @@ emu_switch:
 .size emu_switch, .-emu_switch
 )");
 void enter(Worker* w, Fibre* f) { emu_switch(&w->main_stack, f->stack_pointer); }
-void leave(Worker* w, Fibre* f) { emu_switch(&f->stack_pointer, w->main_stack); }
+void leave_for_main(Worker* w, Fibre* f) { emu_switch(&f->stack_pointer, w->main_stack); }
+void leave_for(Fibre* f, Fibre* next) { emu_switch(&f->stack_pointer, next->stack_pointer); }
 #else
 void enter(Worker* w, Fibre* f) { swapcontext(&w->main_context, &f->context); }
-void leave(Worker* w, Fibre* f) { swapcontext(&f->context, &w->main_context); }
+void leave_for_main(Worker* w, Fibre* f) { swapcontext(&f->context, &w->main_context); }
+void leave_for(Fibre* f, Fibre* next) { swapcontext(&f->context, &next->context); }
 #endif
+
+// Hands over: to the next lane if it is that one's turn, else to the scheduler.
+void leave(Worker* w, Fibre* f) {
+  const SimdGroup& s = w->simds[f->place.simdgroup];
+  u32 lane = f->place.lane + 1 == s.lanes ? 0 : f->place.lane + 1;
+  Fibre* next = f - f->place.lane + lane;
+  if (w->launch->order == FORWARD && !w->stopped && next != f && next->state == READY) {
+    w->current = next;
+    leave_for(f, next);
+  } else {
+    leave_for_main(w, f);
+  }
+}
 
 void run_thread() {
   Worker* w = self;
@@ -201,7 +217,8 @@ void run_thread() {
 
 void prepare(Worker* w, Fibre& f) {
 #if defined(__x86_64__)
-  void** top = reinterpret_cast<void**>(f.stack + STACK);
+  // Stacks start at different offsets within a page, or they would compete for the same cache sets.
+  void** top = reinterpret_cast<void**>(f.stack + STACK - f.place.lane % 16 * 256);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(run_thread);
   for (int i = 0; i < 6; i++) *--top = nullptr;
@@ -554,20 +571,36 @@ void arrange(std::vector<T>& items, u32 order, u64& random) {
     for (u64 i = items.size(); i > 1; i--) std::swap(items[i - 1], items[next_random(random) % i]);
 }
 
-void run_threadgroup(Worker& w, std::vector<u32>& turns, u64& random) {
-  const u32 order = w.launch->order;
-  if (order == BACKWARD) std::reverse(turns.begin(), turns.end());
+// Runs one SIMD group until its lanes wait for other groups or are done. One group at a time:
+// 32 stacks stay in the cache.
+bool run_simdgroup(Worker& w, u32 number, std::vector<u32>& lanes, u64& random) {
+  bool progress = false;
+  for (bool again = true; again && !w.stopped;) {
+    again = false;
+    if (w.launch->order == RANDOM) arrange(lanes, RANDOM, random);
+    for (u32 lane : lanes) {
+      u32 t = number * LANES + lane;
+      if (t >= w.threads || w.fibres[t].state != READY) continue;
+      again = progress = true;
+      w.current = &w.fibres[t];
+      enter(&w, w.current);
+      if (w.stopped) return true;
+    }
+  }
+  return progress;
+}
+
+void run_threadgroup(Worker& w, u64& random) {
+  std::vector<u32> lanes(LANES), simds((w.threads + LANES - 1) / LANES);
+  for (u32 i = 0; i < lanes.size(); i++) lanes[i] = i;
+  for (u32 i = 0; i < simds.size(); i++) simds[i] = i;
+  arrange(lanes, w.launch->order, random);
   while (w.running && !w.stopped) {
     bool progress = false;
-    if (order == RANDOM) arrange(turns, order, random);
-    for (u32 t : turns) {
-      Fibre& f = w.fibres[t];
-      if (f.state != READY) continue;
-      progress = true;
-      w.current = &f;
-      enter(&w, &f);
-      if (w.stopped) return;
-    }
+    arrange(simds, w.launch->order, random);
+    for (u32 s : simds)
+      if (!w.stopped) progress |= run_simdgroup(w, s, lanes, random);
+    if (w.stopped) return;
     w.current = nullptr;
     if (!progress && w.running) fault(deadlock(w));
   }
@@ -599,10 +632,8 @@ void work(EmuLaunch* launch, u32 number, u32 workers) {
     u32 group[3] = {id % groups[0], id / groups[0] % groups[1], id / groups[0] / groups[1]};
     w->threadgroup = id;
     place_threads(*w, group, groups);
-    std::vector<u32> turns(w->threads);
-    for (u32 t = 0; t < w->threads; t++) turns[t] = t;
     fault_armed = true;
-    if (!sigsetjmp(fault_return, 1)) run_threadgroup(*w, turns, random);
+    if (!sigsetjmp(fault_return, 1)) run_threadgroup(*w, random);
     fault_armed = false;
     w->current = nullptr;
     clear_arena(*w);

@@ -117,9 +117,7 @@ def _buffers(
     buffers = []
     for i, a in enumerate(inputs):
         mark = "*" if a.shape else "&"
-        buffers.append(
-            Buffer("input", i, a.name, f"const {a.space} {type_name(a.dtype)}{mark}")
-        )
+        buffers.append(Buffer("input", i, a.name, f"const {a.space} {type_name(a.dtype)}{mark}"))
         if not a.shape:
             continue
         for kind, ctype in (("shape", "int*"), ("strides", "int64_t*"), ("ndim", "int&")):

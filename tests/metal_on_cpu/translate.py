@@ -46,16 +46,16 @@ def without_comments(source: str) -> str:
     return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), source)
 
 
-def refused(source: str) -> list[str]:
+def refused(source: str, file: str) -> list[str]:
     """What Metal refuses and clang does not, as messages with lines."""
     source = without_comments(source)
     messages = []
     for m in _POINTER.finditer(source):
         line = source.count("\n", 0, m.start(1)) + 1
-        messages.append(f"line {line}: `{m.group(1)}` has no address space")
+        messages.append(f"{file}:{line}: `{m.group(1)}` has no address space")
     for m in _SEVERAL_ARRAYS.finditer(source):
         line = source.count("\n", 0, m.end()) + 1
-        messages.append(f"line {line}: one threadgroup array per declaration")
+        messages.append(f"{file}:{line}: one threadgroup array per declaration")
     return messages
 
 
