@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_paged.api import batch_generate, generate, stream_generate
+    from mlx_paged.batch_samples import BatchSample, batch_sample
     from mlx_paged.beam import BeamParams, beam_search
     from mlx_paged.engine import Engine, EngineStats
     from mlx_paged.loader import load
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BatchResponse": "responses",
+    "BatchSample": "batch_samples",
     "BatchStats": "responses",
     "BeamParams": "beam",
     "Engine": "engine",
@@ -35,6 +37,7 @@ _HOMES = {
     "SamplingParams": "sampling",
     "Trace": "trace",
     "batch_generate": "api",
+    "batch_sample": "batch_samples",
     "beam_search": "beam",
     "generate": "api",
     "load": "loader",
@@ -43,6 +46,7 @@ _HOMES = {
 
 __all__ = [
     "BatchResponse",
+    "BatchSample",
     "BatchStats",
     "BeamParams",
     "Engine",
@@ -53,6 +57,7 @@ __all__ = [
     "SamplingParams",
     "Trace",
     "batch_generate",
+    "batch_sample",
     "beam_search",
     "generate",
     "load",

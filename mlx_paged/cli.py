@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-COMMANDS = ("mlx_paged.cli_generate", "mlx_paged.batch_sample")
+COMMANDS = ("mlx_paged.cli_generate", "mlx_paged.cli_batch_sample")
 DESCRIPTION = """\
 Qwen2.5 on a paged KV cache, in MLX: keys and values live in blocks of a fixed size that any
 sequence can use, share and give back, so many samples of one prompt store it once."""
