@@ -27,7 +27,7 @@ from mlx_paged.models.qwen2 import Qwen2
 from mlx_paged.shared_engine import _ENGINES
 from tests.chat_model import ours, theirs
 
-SMALL = {"num_blocks": 64, "block_size": 16}
+SMALL: dict[str, Any] = {"num_blocks": 64, "block_size": 16}
 TEXT = "The KV cache stores"
 
 
@@ -121,7 +121,7 @@ def test_mlx_lms_sampler_and_logits_processors_work() -> None:
         }
 
     plain = generate(*ours(), TEXT, max_tokens=20, **SMALL)
-    mine = generate(*ours(), TEXT, max_tokens=20, **callables(), **SMALL)
+    mine = generate(*ours(), TEXT, max_tokens=20, **(callables() | SMALL))
     assert mine == mlx_lm_generate(*theirs(), TEXT, max_tokens=20, **callables())
     assert mine != plain
 
@@ -138,14 +138,16 @@ def test_a_random_sampler_obeys_mlxs_seed() -> None:
 
 def test_batch_generate_gives_what_mlx_lm_gives() -> None:
     prompts = [ours()[1].encode(text) for text in (TEXT, "ab", "Blocks of sixteen tokens each")]
-    asked = {"return_token_ids": True, "return_logprobs": True}
-    mine = batch_generate(*ours(), prompts, max_tokens=[9, 5, 12], **asked, **SMALL)
+    asked: dict[str, Any] = {"return_token_ids": True, "return_logprobs": True}
+    mine = batch_generate(*ours(), prompts, max_tokens=[9, 5, 12], **(asked | SMALL))
     other = mlx_lm_batch_generate(*theirs(), prompts, max_tokens=[9, 5, 12], **asked)
     assert mine.texts == other.texts
     assert mine.token_ids == other.token_ids
     assert mine.finish_reasons == ["length"] * 3
-    for a, b in zip(mine.logprobs or [], other.logprobs, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
+    assert mine.logprobs is not None
+    assert other.logprobs is not None
+    for a, b in zip(mine.logprobs, other.logprobs, strict=True):
+        np.testing.assert_allclose(np.array(a), b, atol=1e-4)
 
 
 def test_batch_stats_are_right() -> None:
@@ -197,9 +199,9 @@ def test_best_of_ranks_by_mean_logprob() -> None:
 
 def test_params_are_its_fields() -> None:
     params = SamplingParams(temperature=0.7, top_k=9, seed=3, max_tokens=9)
-    fields_given = {"temperature": 0.7, "top_k": 9, "seed": 3, "max_tokens": 9}
+    fields_given: dict[str, Any] = {"temperature": 0.7, "top_k": 9, "seed": 3, "max_tokens": 9}
     text = generate(*ours(), TEXT, params=params, **SMALL)
-    assert text == generate(*ours(), TEXT, **fields_given, **SMALL)
+    assert text == generate(*ours(), TEXT, **(fields_given | SMALL))
     assert [text] == batch_generate(*ours(), [TEXT], params=params, **SMALL).texts
     longer = generate(*ours(), TEXT, params=params, max_tokens=12, **SMALL)
     assert longer != text
@@ -208,7 +210,7 @@ def test_params_are_its_fields() -> None:
 def test_logprobs_of_stream() -> None:
     for response in stream_generate(*ours(), TEXT, 4, logprobs=3, **SMALL):
         assert response.logprobs is not None
-        expected = sorted(response.logprobs.tolist(), reverse=True)[:3]  # type: ignore[type-var]
+        expected = np.sort(np.array(response.logprobs))[::-1][:3]
         assert response.top_logprobs is not None
         assert [score for _, score in response.top_logprobs] == pytest.approx(expected)
         assert response.logprob == pytest.approx(expected[0])
@@ -322,7 +324,7 @@ def test_prefill_step_size_bounds_a_step() -> None:
     def observer(_: Any, schedule: Any, __: Any) -> None:
         steps.append(schedule.num_tokens)
 
-    how = {"max_tokens": 2, "num_blocks": 40, "observer": observer}
+    how: dict[str, Any] = {"max_tokens": 2, "num_blocks": 40, "observer": observer}
     generate(*ours(), "x" * 100, prefill_step_size=32, **how)
     assert steps == [32, 32, 32, 4, 1]
 
@@ -451,9 +453,14 @@ def test_a_stream_dropped_within_a_step_is_cancelled_before_the_next() -> None:
 )
 def test_refused_before_any_work(given: dict[str, Any], error: type[Exception], match: str) -> None:
     pool = {} if "memory_limit" in given else {"num_blocks": 64}
-    for function, prompt in ((generate, TEXT), (batch_generate, [TEXT]), (stream_generate, TEXT)):
+    calls: tuple[Any, ...] = (
+        (generate, TEXT),
+        (batch_generate, [TEXT]),
+        (lambda *a, **k: list(stream_generate(*a, **k)), TEXT),
+    )
+    for function, prompt in calls:
         with pytest.raises(error, match=match):
-            list(function(*ours(), prompt, **(pool | {"max_tokens": 256} | given)))
+            function(*ours(), prompt, **(pool | {"max_tokens": 256} | given))
 
 
 @pytest.mark.parametrize(
@@ -478,7 +485,8 @@ def test_bad_prompts(prompt: Any, error: type[Exception], match: str) -> None:
 
 
 def test_one_prompt_is_no_batch() -> None:
-    for prompt in (TEXT, [{"role": "user", "content": TEXT}]):
+    one: tuple[Any, ...] = (TEXT, [{"role": "user", "content": TEXT}])
+    for prompt in one:
         with pytest.raises(TypeError, match="prompts must be a list of prompts, got one"):
             batch_generate(*ours(), prompt, **SMALL)
     with pytest.raises(ValueError, match="one for each of the 2 prompts, got 3"):
@@ -500,5 +508,10 @@ def test_best_of_cannot_be_streamed() -> None:
 
 
 def test_options_turned_off_as_in_mlx_lm_are_accepted() -> None:
-    off = {"max_kv_size": None, "kv_bits": None, "draft_model": None, "prompt_cache": None}
-    assert generate(*ours(), TEXT, max_tokens=2, sampler=None, **off, **SMALL)
+    off: dict[str, Any] = {
+        "max_kv_size": None,
+        "kv_bits": None,
+        "draft_model": None,
+        "prompt_cache": None,
+    }
+    assert generate(*ours(), TEXT, max_tokens=2, sampler=None, **(off | SMALL))
