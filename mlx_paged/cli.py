@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 
 COMMANDS = ("mlx_paged.cli_generate", "mlx_paged.cli_batch_sample")
 DESCRIPTION = """\
@@ -24,6 +23,7 @@ EPILOG = """\
 examples:
   mlx-paged generate --prompt "Anna lives in Oslo. Where does Anna live?"
   mlx-paged generate --model Qwen/Qwen2.5-1.5B-Instruct --prompt "Write a haiku" --n 4 --temp 0.8
+  mlx-paged batch-sample prompts.jsonl -o samples.jsonl --n 8 --temp 0.8
 
 `mlx-paged COMMAND --help` explains a command.
 """
@@ -39,8 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        if find_spec(command) is not None:
-            import_module(command).add_parser(subparsers)
+        import_module(command).add_parser(subparsers)
     return parser
 
 
