@@ -291,11 +291,11 @@ class Engine:
             bos = self.tokenizer.bos_token
             special = bos is None or not prompt.startswith(bos)
             ids = self.tokenizer.encode(prompt, add_special_tokens=special)
-        elif isinstance(prompt, mx.array | np.ndarray):
-            ids = prompt.tolist()
         else:
-            ids = list(prompt)
-        if not ids:
+            ids = prompt.tolist() if isinstance(prompt, mx.array | np.ndarray) else prompt
+            if not isinstance(ids, SequenceOf) or isinstance(ids, bytes | bytearray):
+                raise TypeError(f"prompt must be text or integer token ids, got {prompt!r}")
+        if len(ids) == 0:
             raise ValueError("prompt must have at least one token, got none")
         vocab = self.model.config.vocab_size
         for token in ids:
