@@ -15,13 +15,14 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_paged.kernels.exponential import exponentials
 from mlx_paged.kernels.segments import SharedPrefix, shared_prefixes
 
 IntArray = NDArray[np.int32]
 
 MAX_WASTE = 0.25  # of a group's scores may be padding
 FREE_WASTE = 1024  # scores of padding that cost less than one more group
-MAX_SCORES = 2**19  # queries times tokens in one product, per query head
+MAX_SCORES = 2**17  # queries times tokens in one product, per query head
 ROUND_TOKENS = 64  # contexts are padded to a multiple, so that the shapes of steps repeat
 MIN_TILE = 16  # queries of a prompt chunk done at once, however long its context
 MIN_SHARED_TOKENS = 512  # reads that sharing a prefix must save to be worth a merge
@@ -100,9 +101,9 @@ class ReferencePlan:
         outputs = []
         if self.merge_index is not None:
             partials = [_attend_shared(run, scaled, pool) for run in self.shared]
-            partials += [_attend(group, scaled, pool, True) for group in self.partial]
+            partials += [_attend(group, scaled, pool) for group in self.partial]
             outputs.append(_merge(partials, self.merge_index))
-        outputs += [_attend(group, scaled, pool, False)[0] for group in self.plain]
+        outputs += [_attend(group, scaled, pool).outputs for group in self.plain]
         result = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         if self.order is not None:
             result = result[self.order]
@@ -229,19 +230,19 @@ def _tiles(
 def _alike(works: list[Work], block_size: int) -> list[list[Work]]:
     """Split into groups in which padding is a small part."""
     groups: list[list[Work]] = []
-    real = 0
+    queries = blocks = real = 0
     for work in sorted(works, key=lambda w: (-w.num_queries, -w.num_blocks)):
         scores = work.num_queries * work.num_blocks * block_size
         if groups:
-            first = groups[-1][0]
-            padded = first.num_queries * first.num_blocks * block_size * (len(groups[-1]) + 1)
+            widest = max(blocks, work.num_blocks)
+            padded = queries * widest * block_size * (len(groups[-1]) + 1)
             waste = padded - real - scores
             if padded <= MAX_SCORES and waste <= max(MAX_WASTE * padded, FREE_WASTE):
                 groups[-1].append(work)
-                real += scores
+                blocks, real = widest, real + scores
                 continue
         groups.append([work])
-        real = scores
+        queries, blocks, real = work.num_queries, work.num_blocks, scores
     return [sorted(group, key=lambda w: w.first_query) for group in groups]
 
 
@@ -361,10 +362,16 @@ class _Pool:
         return mx.where(seen.swapaxes(-1, -2), values, 0)
 
 
-def _attend(
-    group: Group, scaled: mx.array, pool: _Pool, with_sums: bool
-) -> tuple[mx.array, mx.array | None]:
-    """Outputs [r * q, heads, dim] and, for a merge, log-sum-exps [r * q, heads]."""
+class _Partial(NamedTuple):
+    """Attention over a part of the tokens: outputs [n, heads, dim] for that part alone."""
+
+    outputs: mx.array
+    maxima: mx.array  # of the scores, [n, heads, 1]
+    sums: mx.array  # of exp(score - maximum), [n, heads, 1]
+
+
+def _attend(group: Group, scaled: mx.array, pool: _Pool) -> _Partial:
+    """Each row's queries over its own run: [r * q, heads, ...]."""
     rows, q = group.blocks.shape[0], group.num_queries
     heads, dim = scaled.shape[1:]
     queries = scaled if group.query_index is None else scaled[group.query_index]
@@ -378,46 +385,46 @@ def _attend(
     if q > 1:
         keys, values = keys[:, :, None], values[:, :, None]
     scores = mx.where(seen, queries @ keys.swapaxes(-1, -2), -mx.inf)
-    weights, sums = _softmax(scores, with_sums)
-    out = weights @ values
-    if q > 1:
-        out = out.transpose(0, 3, 1, 2, 4)
-    out = out.reshape(rows * q, heads, dim)
-    return out, None if sums is None else sums.reshape(rows, heads)
+    weights, maxima, sums = exponentials(scores)
+    out = (weights @ values) / sums
+
+    def packed(x: mx.array) -> mx.array:
+        if q > 1:
+            x = x.transpose(0, 3, 1, 2, 4)
+        return x.reshape(rows * q, heads, -1)
+
+    return _Partial(packed(out), packed(maxima), packed(sums))
 
 
-def _attend_shared(
-    run: SharedRun, scaled: mx.array, pool: _Pool
-) -> tuple[mx.array, mx.array | None]:
-    """As `_attend`, for all rows of a shared run in one product per kv head."""
+def _attend_shared(run: SharedRun, scaled: mx.array, pool: _Pool) -> _Partial:
+    """All rows' queries over a shared run, in one product per kv head: [r, heads, ...]."""
     heads, dim = scaled.shape[1:]
     rows = run.query_index.size
     keys, values = pool.read(run.blocks)
     queries = scaled[run.query_index].reshape(rows, pool.num_kv_heads, -1, dim)
     queries = queries.swapaxes(0, 1).reshape(pool.num_kv_heads, -1, dim)
-    weights, sums = _softmax(queries @ keys.swapaxes(-1, -2), True)
-    out = (weights @ values).reshape(pool.num_kv_heads, rows, -1, dim).swapaxes(0, 1)
-    assert sums is not None
-    sums = sums.reshape(pool.num_kv_heads, rows, -1).swapaxes(0, 1)
-    return out.reshape(rows, heads, dim), sums.reshape(rows, heads)
+    weights, maxima, sums = exponentials(queries @ keys.swapaxes(-1, -2))
+    out = (weights @ values) / sums
+
+    def packed(x: mx.array) -> mx.array:
+        x = x.reshape(pool.num_kv_heads, rows, -1, x.shape[-1]).swapaxes(0, 1)
+        return x.reshape(rows, heads, -1)
+
+    return _Partial(packed(out), packed(maxima), packed(sums))
 
 
-def _softmax(scores: mx.array, with_sums: bool) -> tuple[mx.array, mx.array | None]:
-    """Softmax over the last axis; with the log-sum-exp, [..., 1], where a merge needs it."""
-    if not with_sums:
-        return mx.softmax(scores, axis=-1), None
-    sums = mx.logsumexp(scores, axis=-1, keepdims=True)
-    return mx.exp(scores - sums), sums
-
-
-def _merge(partials: Sequence[tuple[mx.array, mx.array | None]], index: mx.array) -> mx.array:
-    """Combine the partial results of each row: [rows, heads, dim]."""
-    outs = [out for out, _ in partials]
-    sums = [lse for _, lse in partials if lse is not None]
-    outs.append(mx.zeros_like(outs[0][:1]))
-    sums.append(mx.full((1, outs[0].shape[1]), -mx.inf))
-    weights = mx.softmax(mx.concatenate(sums)[index], axis=1)
-    return (weights[..., None] * mx.concatenate(outs)[index]).sum(axis=1)
+def _merge(partials: Sequence[_Partial], index: mx.array) -> mx.array:
+    """Combine the partial results [rows, m] of each row: [rows, heads, dim]."""
+    like = partials[0]
+    shape = (1, *like.sums.shape[1:])
+    empty = _Partial(
+        mx.zeros((1, *like.outputs.shape[1:])), mx.full(shape, -mx.inf), mx.zeros(shape)
+    )
+    outputs, maxima, sums = (
+        mx.concatenate(part)[index] for part in zip(*partials, empty, strict=True)
+    )
+    weights = sums * mx.exp(maxima - mx.max(maxima, axis=1, keepdims=True))
+    return (weights * outputs).sum(axis=1) / weights.sum(axis=1)
 
 
 def paged_attention(

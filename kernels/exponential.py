@@ -1,0 +1,52 @@
+"""The exponentials of a softmax, fast where MLX's are not.
+
+On a CPU without a vector library, MLX computes one exponential after the other, and a softmax
+costs several times the two matrix products around it. A polynomial in plain operations fuses into
+one loop that the compiler vectorises.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+LOG2_E = 1.4426950408889634
+# 2**f = exp(f ln 2) for f in [-1/2, 1/2]: Taylor's terms up to the sixth, error 1.2e-7.
+TERMS = (
+    1.5403530393381606e-4,
+    1.3333558146428443e-3,
+    9.6181291076284772e-3,
+    5.5504108664821580e-2,
+    2.4022650695910072e-1,
+    6.9314718055994531e-1,
+    1.0,
+)
+LEAST = -126.0  # the exponent of float32's smallest normal number
+
+
+def exponentials(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """exp(scores - maximum) over the last axis, with what a softmax or a merge needs besides.
+
+    Args:
+        scores: [..., n] float32; -inf for what is masked, but not all of a row.
+
+    Returns:
+        Weights [..., n], their maxima of scores and their sums, both [..., 1].
+    """
+    maxima = mx.max(scores, axis=-1, keepdims=True)
+    weights = _shifted(scores, maxima)
+    return weights, maxima, mx.sum(weights, axis=-1, keepdims=True)
+
+
+@mx.compile
+def _shifted(scores: mx.array, maxima: mx.array) -> mx.array:
+    if mx.default_device() == mx.Device(mx.gpu):
+        return mx.exp(scores - maxima)
+    power = (scores - maxima) * LOG2_E
+    whole = mx.round(mx.maximum(power, LEAST))
+    rest = mx.maximum(power, LEAST) - whole
+    mantissa = mx.array(TERMS[0])
+    for term in TERMS[1:]:
+        mantissa = mantissa * rest + term
+    # Adding to the exponent's bits multiplies by a power of two.
+    bits = mantissa.view(mx.int32) + mx.left_shift(whole.astype(mx.int32), 23)
+    return mx.where(power < LEAST, 0.0, bits.view(mx.float32))
