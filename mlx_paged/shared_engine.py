@@ -249,13 +249,13 @@ _wired_before = 0
 def _wired() -> Iterator[None]:
     """Let MLX keep what a Mac recommends resident while any call goes on."""
     global _wired_users, _wired_before
-    recommended = mx.device_info().get("max_recommended_working_set_size")
-    if not mx.metal.is_available() or recommended is None:
+    recommended = _recommended_memory()
+    if recommended is None:
         yield
         return
     with _LOCK:
         if not _wired_users:
-            _wired_before = mx.set_wired_limit(int(recommended))
+            _wired_before = mx.set_wired_limit(recommended)
         _wired_users += 1
     try:
         yield
@@ -265,3 +265,11 @@ def _wired() -> Iterator[None]:
             if not _wired_users:
                 mx.synchronize()
                 mx.set_wired_limit(_wired_before)
+
+
+def _recommended_memory() -> int | None:
+    """Bytes that a Mac recommends to keep resident; None elsewhere."""
+    if not mx.metal.is_available():
+        return None
+    recommended = mx.device_info().get("max_recommended_working_set_size")
+    return None if recommended is None else int(recommended)

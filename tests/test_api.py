@@ -370,6 +370,24 @@ def test_calls_from_threads_share_the_engine() -> None:
     assert [texts[i] for i in range(4)] == alone
 
 
+def test_memory_is_wired_while_any_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [0]
+
+    def set_wired_limit(limit: int) -> int:
+        limits.append(limit)
+        return limits[-2]
+
+    monkeypatch.setattr("mlx_paged.shared_engine._recommended_memory", lambda: 1000)
+    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
+    first, second = (stream_generate(*ours(), TEXT, 9, **SMALL) for _ in range(2))
+    next(first)
+    next(second)
+    first.close()  # type: ignore[attr-defined]
+    assert limits == [0, 1000]
+    second.close()  # type: ignore[attr-defined]
+    assert limits == [0, 1000, 0]
+
+
 # Errors of the caller's own callables
 
 

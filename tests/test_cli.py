@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_paged import SamplingParams, generate
@@ -22,6 +23,7 @@ from mlx_paged.options import ENGINE_OPTIONS, SAMPLING_FIELDS, parse_bytes
 from tests.chat_model import folder, ours, write_folder
 
 ROOT = Path(__file__).parents[1]
+NO_METAL = pytest.mark.skipif(mx.metal.is_available(), reason="there is Metal")
 PLAIN = ["--ignore-chat-template", "--num-blocks", "64"]
 
 
@@ -188,7 +190,7 @@ def test_trace(cli: Any, tmp_path: Path) -> None:
         (["--messages", "/nowhere.json"], "No such file or directory: '/nowhere.json'"),
         (["-p", "a", "--trace", "/nowhere/t"], "No such file or directory: '/nowhere/t'"),
         (["-p", "a", "--system-prompt", "b"], "need the chat template, which is ignored"),
-        (["-p", "a", "--backend", "metal"], "metal"),
+        pytest.param(["-p", "a", "--backend", "metal"], "etal", marks=NO_METAL),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(cli: Any, argv: list[str], message: str) -> None:
