@@ -25,8 +25,8 @@ from mlx_paged.kernels.segments import (
 HEAD_DIMS = (64, 80, 96, 128, 256)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_GROUP = 16
-MAX_BLOCK_SIZE = 256
 MAX_CONTEXT = 131_072
+MAX_BLOCK_SIZE = MAX_CONTEXT  # one block per sequence is a contiguous cache
 MAX_ROWS = 256
 MAX_ELEMENTS = 2**31  # of a pool: the kernels' offsets are 32 bits
 LOG2_E = 1.4426950408889634

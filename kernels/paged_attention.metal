@@ -94,10 +94,17 @@ void store_part(threadgroup float* row, uint lane, const thread float* part) {
   }
 }
 
-// Where a token's K or V row starts in the pool, in elements.
+// Where a token's K or V row starts in the pool, in elements. CONTIGUOUS is for comparison only:
+// one block per row, found without a table.
 template <int D>
-uint row_offset(const device int* table, uint token, uint block_size, uint kv_heads, uint head) {
-  uint block = uint(table[token / block_size]);
+uint row_offset(
+    const device int* block_tables, uint table_row, uint table_width, uint token, uint block_size,
+    uint kv_heads, uint head) {
+#ifdef CONTIGUOUS
+  uint block = table_row;
+#else
+  uint block = uint(block_tables[table_row * table_width + token / block_size]);
+#endif
   return ((block * kv_heads + head) * block_size + token % block_size) * D;
 }
 
@@ -242,7 +249,6 @@ void attend_row(
   const int pair = lane < 2 ? members[member * 2 + lane] : 0;
   const uint row = simd_broadcast(pair, 0);
   const uint partial = simd_broadcast(pair, 1);
-  const device int* table = block_tables + table_row * table_width;
 
   const device T* my_queries = queries + (row * kv_heads + head) * G * D;
   for (uint i = thread_index * 4; i < G * D; i += THREADS * 4)
@@ -258,7 +264,8 @@ void attend_row(
     const int here = min(TOKENS_PER_TURN, tokens - turn);
     uint offset = 0;
     if (int(lane) < here)
-      offset = row_offset<D>(table, first + turn + lane, block_size, kv_heads, head);
+      offset = row_offset<D>(
+          block_tables, table_row, table_width, first + turn + lane, block_size, kv_heads, head);
     for (int t = 0; t < here; t += S) {
       PoolRows<T> rows = {keys, values, offset, uint(t)};
       attend<D, G>(state, q, rows, here - t, G, scale, lane);
@@ -320,18 +327,17 @@ void attend_rows(
   const int tokens = simd_broadcast(field, 2);
   const uint member = simd_broadcast(field, 3);
   const int total = simd_broadcast(field, 4) * G;
-  const device int* table = block_tables + table_row * table_width;
   const bool in_registers = total <= SIMDS * Q;
 
   T q[Q * N];
   State<D, Q> state;
   for (int tile = 0; tile == 0 || tile < tokens; tile += TILE) {
     const int here = min(TILE, tokens - tile);
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been used
     if (int(thread_index) < here)
-      offsets[thread_index] =
-          row_offset<D>(table, first + tile + thread_index, block_size, kv_heads, head);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+      offsets[thread_index] = row_offset<D>(
+          block_tables, table_row, table_width, first + tile + thread_index, block_size, kv_heads,
+          head);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // and the last tile has been used
     for (int i = thread_index; i < here * V; i += THREADS) {
       const uint from = offsets[i / V] + i % V * 4;
       *(threadgroup vec<T, 4>*)(key_tile + i * 4) = *(const device vec<T, 4>*)(keys + from);

@@ -179,12 +179,12 @@ def test_nested_prefixes_and_a_row_that_is_all_prefix() -> None:
 
 
 def test_other_traffic_is_small() -> None:
-    """At 16 rows of 4,096 tokens (here 2 of them, split as if they were 16): at most 5 %."""
+    """At 16 rows of 4,096 tokens (here 2 of them, with as many splits or more): at most 5 %."""
     if METAL:
         pytest.skip("only the emulator counts bytes")
     case = make_case([4096] * 2, group=6, kv_heads=1, dtype=mx.float16)
-    for cores in (8, 16, 40):
-        outcome = run_case(case, FACTORY, gpu_cores=max(1, cores * 2 // 16 // 2))
+    for cores in (16, 40):
+        outcome = run_case(case, FACTORY, gpu_cores=-(-cores // 16))
         check(case, outcome, mx.float16)
         assert outcome.other <= 0.05
 
@@ -272,7 +272,7 @@ def test_a_plan_for_other_pools_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tables", "contexts", "block_size", "message"),
     [
-        (TABLES, CONTEXTS, 257, "block_size must lie in"),
+        (TABLES, CONTEXTS, 131_073, "block_size must lie in"),
         (TABLES, CONTEXTS, 0, "block_size must lie in"),
         (np.zeros((257, 1), np.int32), np.ones(257, np.int32), 16, "at most 256 rows"),
         (np.zeros((1, 9000), np.int32), np.array([131_073], np.int32), 16, "at most 131072"),
