@@ -125,8 +125,10 @@ class BatchBuilder:
     def _attention(
         self, rows: list[tuple[Sequence, int]], ends: np.ndarray, counts: np.ndarray
     ) -> AttentionPlan:
+        # A chunk goes on through its blocks, so only decode rows stay within the plan's.
         signature = [(*seq.age, seq.table_version, n) for seq, n in rows]
-        if self._plan is not None and signature == self._signature:
+        decode = len(ends) == counts.sum()
+        if self._plan is not None and decode and signature == self._signature:
             self._plan = self._plan.advance(ends)
             return self._plan
         tables = np.full((len(rows), max(len(seq.block_table) for seq, _ in rows)), -1, np.int32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from mlx_paged.text_stream import TextStream
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-DEFAULT_MEMORY = 512 * 2**20  # bytes, where MLX has no machine to ask
+DEFAULT_MEMORY = 256 * 2**20  # bytes, where MLX has no machine to ask
 MEMORY_SHARE = 0.8  # of what a Mac recommends, less what is in use already
 
 
@@ -82,7 +81,7 @@ class Engine:
         block_size: tokens in a block, 1 to 256.
         memory_limit: bytes for keys and values; the pool never takes more.
         num_blocks: the same in blocks; at most one of the two. By default, on a Mac, a share of
-            the memory it recommends, less what is in use; elsewhere 512 MiB.
+            the memory it recommends, less what is in use; elsewhere 256 MiB.
         max_batched_tokens: tokens in one step.
         max_num_seqs: sequences running at once.
         prefix_caching: whether requests reuse the blocks of earlier ones.
@@ -92,7 +91,8 @@ class Engine:
         compile_steps: whether the graph of a step whose shape repeats is compiled and replayed,
             where the backend allows it.
         observer: called at the end of every step with the engine, the step's schedule (its
-            tokens are computed by then) and its outputs. It must not call `step` or `cancel`.
+            tokens are computed by then) and its outputs. It must not call `step` or `cancel`, nor
+            change the outputs.
 
     Raises:
         ValueError: an argument is out of its range, or not even one block fits the limit.
@@ -318,21 +318,23 @@ class Engine:
             The new tokens, at most one for each sample.
         """
         self._check_idle("step")
+        with uninterrupted():
+            self._advance()
+        # Here, and not before: an exception on the way out leaves them for the next step.
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _advance(self) -> None:
         self._stepping = True
         schedule = Schedule()
         try:
-            with uninterrupted():
-                schedule = self.scheduler.schedule()
+            schedule = self.scheduler.schedule()
             if schedule.rows:
                 self._run(schedule)
-            with uninterrupted() if self._observer else nullcontext():
-                outputs, self._outputs = self._outputs, []
-                if self._observer:
-                    self._observer(self, schedule, outputs)
-            return outputs
+            if self._observer:
+                self._observer(self, schedule, self._outputs)
         except BaseException:
-            with uninterrupted():
-                self._recover(schedule)
+            self._recover(schedule)
             raise
         finally:
             self._stepping = False
@@ -356,8 +358,7 @@ class Engine:
         else:
             sampled = None
             mx.eval(self.cache.keys, self.cache.values)
-        with uninterrupted():
-            self._update(schedule, due, sampled)
+        self._update(schedule, due, sampled)
 
     def _update(
         self, schedule: Schedule, due: list[tuple[Sequence, int]], sampled: Sampled | None

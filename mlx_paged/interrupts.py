@@ -13,17 +13,24 @@ from types import FrameType
 def uninterrupted() -> Iterator[None]:
     """Hold a Ctrl-C back until the block is done, then let it do what it does.
 
+    A second one is not held back: the block may be waiting for something that never comes.
     Python delivers signals to the main thread only; elsewhere there is nothing to hold back.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    received: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if received:
-            handler(*received[0])
+    if received:
+        handler(received[0], None)

@@ -123,10 +123,6 @@ def test_logits_over_a_shared_prefix(pair: tuple[Qwen2, TheirQwen2]) -> None:
     compare(record(ours, prompts, 8), theirs, prompts)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="BatchBuilder keeps a plan whose tiles end at blocks that the next chunk has passed",
-)
 def test_prompt_chunks_that_end_in_one_block(
     pair: tuple[Qwen2, TheirQwen2], monkeypatch: pytest.MonkeyPatch
 ) -> None:
