@@ -1,0 +1,1 @@
+"""The benchmark against mlx-lm's contiguous cache; scripts.bench is its command line."""
