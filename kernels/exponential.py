@@ -1,8 +1,8 @@
-"""The exponentials of a softmax, fast where MLX's are not.
+"""Exponentials, fast where MLX's are not.
 
-On a CPU without a vector library, MLX computes one exponential after the other, and a softmax
-costs several times the two matrix products around it. A polynomial in plain operations fuses into
-one loop that the compiler vectorises.
+On a CPU without a vector library, MLX computes one exponential after the other: a softmax then
+costs several times the two matrix products around it. A polynomial in plain operations becomes
+one loop that the compiler vectorises, when it is part of a compiled function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,26 @@ TERMS = (
     6.9314718055994531e-1,
     1.0,
 )
-LEAST = -126.0  # the exponent of float32's smallest normal number
+LEAST, MOST = -126.0, 127.0  # the exponents of float32's normal numbers
+
+
+def exp(x: mx.array) -> mx.array:
+    """e**x of a float32 array, to a relative error of about 1e-7 times the exponent.
+
+    Results below the smallest normal number are 0. On a GPU this is `mx.exp`.
+    """
+    if mx.default_device() == mx.Device(mx.gpu):
+        return mx.exp(x)
+    power = x * LOG2_E
+    clipped = mx.clip(power, LEAST, MOST)
+    whole = mx.round(clipped)
+    rest = clipped - whole
+    mantissa = mx.array(TERMS[0])
+    for term in TERMS[1:]:
+        mantissa = mantissa * rest + term
+    # Adding to the exponent's bits multiplies by a power of two.
+    bits = mantissa.view(mx.int32) + mx.left_shift(whole.astype(mx.int32), 23)
+    return mx.where(power < LEAST, 0.0, bits.view(mx.float32))
 
 
 def exponentials(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -38,15 +57,14 @@ def exponentials(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 @mx.compile
-def _shifted(scores: mx.array, maxima: mx.array) -> mx.array:
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """gate * sigmoid(gate) * up, in the inputs' dtype."""
     if mx.default_device() == mx.Device(mx.gpu):
-        return mx.exp(scores - maxima)
-    power = (scores - maxima) * LOG2_E
-    whole = mx.round(mx.maximum(power, LEAST))
-    rest = mx.maximum(power, LEAST) - whole
-    mantissa = mx.array(TERMS[0])
-    for term in TERMS[1:]:
-        mantissa = mantissa * rest + term
-    # Adding to the exponent's bits multiplies by a power of two.
-    bits = mantissa.view(mx.int32) + mx.left_shift(whole.astype(mx.int32), 23)
-    return mx.where(power < LEAST, 0.0, bits.view(mx.float32))
+        return gate * mx.sigmoid(gate) * up
+    x = gate.astype(mx.float32)
+    return (x / (1 + exp(-x)) * up).astype(gate.dtype)
+
+
+@mx.compile
+def _shifted(scores: mx.array, maxima: mx.array) -> mx.array:
+    return exp(scores - maxima)

@@ -7,12 +7,12 @@ go through together, [tokens, ...]; only rotary positions, slots and attention k
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_paged.kernels.exponential import swiglu
 from mlx_paged.models.config import Qwen2Config
 
 if TYPE_CHECKING:
@@ -59,19 +59,11 @@ class Rotary:
         return rotated[:, :, 0]
 
 
-# Small functions whose elementwise parts MLX fuses into one kernel each.
-
-
 @mx.compile
 def _rotate(x: mx.array, cos: mx.array, signed_sin: mx.array) -> mx.array:
     halves = x.reshape(*x.shape[:2], 2, -1).astype(mx.float32)
     turned = halves * cos + halves[:, :, ::-1] * signed_sin
     return turned.astype(x.dtype).reshape(x.shape)
-
-
-@partial(mx.compile, shapeless=True)
-def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * mx.sigmoid(gate) * up
 
 
 class Norm(nn.Module):
@@ -138,7 +130,7 @@ class MLP(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: [tokens, hidden]."""
-        return self.down_proj(_swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class TransformerBlock(nn.Module):
