@@ -51,12 +51,13 @@ BLOCK_SIZE: dict[str, dict[int, tuple[float, float]]] = {
     },
 }
 
-# Figure 2, percent of the KV cache: token states, reservation, internal and external fragmentation.
-KWON_WASTE: dict[str, tuple[float, float, float, float]] = {
+# Figure 2, percent of the KV cache: token states, reservation, internal fragmentation, external
+# fragmentation and others; of vLLM only the first is given.
+KWON_WASTE: dict[str, tuple[float, ...]] = {
     "max": (20.4, 13.3, 57.3, 8.9),
     "pow2": (26.8, 17.9, 13.6, 41.6),
     "oracle": (38.2, 25.2, 0.0, 36.6),
-    "paged": (96.3, 0.0, 3.7, 0.0),
+    "paged": (96.3,),
 }
 # Figure 13a: requests in flight on ShareGPT at 2 requests a second.
 KWON_IN_FLIGHT = {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged": 30.42}

@@ -1,0 +1,1 @@
+"""A server under load, simulated: allocators, memory managers, costs, arrivals, and the server."""
