@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -318,14 +319,15 @@ def _merge_variant(shape: Shape) -> Variant:
 
 @functools.lru_cache(maxsize=256)
 def _kernel(variant: Variant, factory: KernelFactory | None) -> Callable[..., list[mx.array]]:
-    make: KernelFactory = mx.fast.metal_kernel if factory is None else factory
-    return make(
+    make: Any = mx.fast.metal_kernel if factory is None else factory
+    kernel: Callable[..., list[mx.array]] = make(
         name=variant.name,
         input_names=list(variant.inputs),
         output_names=list(variant.outputs),
         source=variant.body,
         header=kernel_source(),
     )
+    return kernel
 
 
 @functools.cache

@@ -5,8 +5,10 @@ Blocks that no table names and the unused tail of every last block hold NaN.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,29 @@ def kernel_factory(**checks: Any) -> Callable[..., Any] | None:
     if METAL:
         return None
     return metal_on_cpu.factory(may_stay_unwritten=("acc", "stats"), **checks)
+
+
+@contextlib.contextmanager
+def compiling_ahead(
+    request: pytest.FixtureRequest, launches: Iterable[Callable[[Any], object]]
+) -> Iterator[None]:
+    """While the tests of a module run, compile what they will need.
+
+    Args:
+        request: of a fixture of the module; a run of a few of its tests compiles nothing ahead.
+        launches: each calls kernels made by the factory that it is given.
+    """
+    tests = sum(item.path == request.path for item in request.session.items)
+    if METAL or tests < 20:
+        yield
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for launch in launches:
+            launch(metal_on_cpu.factory(compile_in=pool))
+        try:
+            yield
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -119,10 +144,10 @@ def make_case(
             shape = (2, kv_heads, tokens, head_dim)
             pools[:, tables[i, j], :, :tokens] = rng.standard_normal(shape)
     queries = rng.standard_normal((rows, kv_heads * group, head_dim)).astype(np.float32)
-    arrays = [mx.array(a).astype(dtype) for a in (queries, pools[0], pools[1])]
+    q, k, v = (mx.array(a).astype(dtype) for a in (queries, pools[0], pools[1]))
     scale = head_dim**-0.5
-    expected = reference(*(as_float64(a) for a in arrays), tables, context_lens, scale)
-    return Case(*arrays, tables, context_lens, scale, expected)
+    expected = reference(q, k, v, tables, context_lens, scale)
+    return Case(q, k, v, tables, context_lens, scale, expected)
 
 
 def as_float64(array: mx.array) -> np.ndarray:
@@ -130,23 +155,24 @@ def as_float64(array: mx.array) -> np.ndarray:
 
 
 def reference(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
     block_tables: np.ndarray,
     context_lens: np.ndarray,
     scale: float,
 ) -> np.ndarray:
     """Attention by its definition, in float64."""
-    out = np.empty_like(queries)
+    out = np.empty(queries.shape)
     kv_heads, block_size, head_dim = keys.shape[1:]
+    q64, *pools = (as_float64(a) for a in (queries, keys, values))
     for i, context in enumerate(context_lens):
         blocks = block_tables[i, : -(-context // block_size)]
         k, v = (
             pool[blocks].swapaxes(0, 1).reshape(kv_heads, -1, head_dim)[:, :context]
-            for pool in (keys, values)
+            for pool in pools
         )
-        q = queries[i].reshape(kv_heads, -1, head_dim)
+        q = q64[i].reshape(kv_heads, -1, head_dim)
         scores = q @ k.swapaxes(1, 2) * scale
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)

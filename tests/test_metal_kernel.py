@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +18,7 @@ from tests.metal_cases import (
     Case,
     Outcome,
     as_float64,
+    compiling_ahead,
     kernel_factory,
     make_case,
     reference,
@@ -30,6 +33,19 @@ BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 # One factory for the module: a kernel is compiled once, its reports are read per run.
 FACTORY = kernel_factory()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
+    def launch(
+        group: int, head_dim: int, dtype: mx.Dtype
+    ) -> Callable[[Callable[..., Any]], object]:
+        case = make_case([1], group=group, head_dim=head_dim, dtype=dtype)
+        return lambda factory: run_case(case, factory)
+
+    shapes = itertools.product((1, 5, 6, 7, 8), (64, 128), DTYPES)
+    with compiling_ahead(request, (launch(*shape) for shape in shapes)):
+        yield
 
 
 def dtype_name(value: Any) -> str | None:
@@ -169,9 +185,9 @@ def test_nested_prefixes_and_a_row_that_is_all_prefix() -> None:
     case = make_case([96, 130, 144, 129], group=5, shared_tokens=96, kv_heads=1)
     tables = case.block_tables.copy()
     tables[3, 6:8] = tables[1, 6:8]  # rows 1 and 3 share two blocks more
-    arrays = case.queries, case.keys, case.values
-    expected = reference(*(as_float64(a) for a in arrays), tables, case.context_lens, case.scale)
-    nested = Case(*arrays, tables, case.context_lens, case.scale, expected)
+    q, k, v = case.queries, case.keys, case.values
+    expected = reference(q, k, v, tables, case.context_lens, case.scale)
+    nested = Case(q, k, v, tables, case.context_lens, case.scale, expected)
     check(nested, run_case(nested, FACTORY), mx.float32)
 
 
@@ -219,17 +235,20 @@ def test_every_variant_has_its_own_name() -> None:
     assert len(names) > 300
 
 
-def arguments(**changes: Any) -> tuple[list[mx.array], dict[str, Any]]:
+Arrays = tuple[mx.array, mx.array, mx.array]
+
+
+def arguments(**changes: Any) -> tuple[Arrays, dict[str, Any]]:
     """Valid arguments but for the changes: arrays, and the plan's arguments."""
     sizes = {"rows": 2, "heads": 4, "kv_heads": 2, "dim": 64, "blocks": 4, "block_size": 16}
     sizes |= {k: v for k, v in changes.items() if k in sizes}
     dtype = changes.get("dtype", mx.float32)
     pool = (sizes["blocks"], sizes["kv_heads"], sizes["block_size"], sizes["dim"])
-    arrays = [
+    arrays = (
         mx.zeros((sizes["rows"], sizes["heads"], sizes["dim"]), dtype),
         mx.zeros(pool, dtype),
         mx.zeros(changes.get("value_pool", pool), changes.get("value_dtype", dtype)),
-    ]
+    )
     return arrays, {"num_kv_heads": sizes["kv_heads"], "block_size": sizes["block_size"]}
 
 
@@ -322,11 +341,10 @@ def test_prompt_chunks_attend_causally_after_their_prefix(
     out = metal.paged_prefill(
         queries, case.keys, case.values, case.block_tables[0], context, case.scale
     )
-    q, k, v = (as_float64(a) for a in (queries, case.keys, case.values))
     expected = reference(
-        q,
-        k,
-        v,
+        queries,
+        case.keys,
+        case.values,
         np.repeat(case.block_tables, chunk, axis=0),
         np.arange(context - chunk + 1, context + 1),
         case.scale,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.metal_cases import (
     METAL,
     TOLERANCE,
     Case,
+    compiling_ahead,
     kernel_factory,
     make_case,
     require_emulator,
@@ -95,8 +96,8 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-def mutant(mutation: Mutation) -> Callable[..., Any]:
-    make = kernel_factory()
+def mutant(mutation: Mutation, make: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    make = make or kernel_factory()
     assert make is not None
 
     def factory(**arguments: Any) -> Any:
@@ -110,7 +111,7 @@ def mutant(mutation: Mutation) -> Callable[..., Any]:
 @functools.cache
 def case_of(kind: str) -> Case:
     if kind == "own":  # unequal lengths around a block, a split, several rounds of merging
-        return make_case([1, 16, 31, 300], group=2, head_dim=64)
+        return make_case([1, 16, 31, 300], group=5, head_dim=64)
     # More queries than registers hold, three tiles of which the last is short; all is shared.
     return make_case([72] * 20, group=7, head_dim=64, block_size=8, shared_tokens=72)
 
@@ -123,6 +124,15 @@ def what_shows(kind: str, factory: Callable[..., Any]) -> str:
     if not outcome.error <= TOLERANCE[mx.float32]:  # NaN is wrong too
         return "wrong result"
     return "nothing" if outcome.loaded == 1.0 else "wrong bytes"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
+    def launch(mutation: Mutation) -> Callable[[Any], object]:
+        return lambda factory: what_shows(mutation.case, mutant(mutation, factory))
+
+    with compiling_ahead(request, map(launch, MUTATIONS)):
+        yield
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])

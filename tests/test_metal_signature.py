@@ -51,7 +51,8 @@ def ours(arguments: dict[str, Any], inputs: list[mx.array], call: dict[str, Any]
 
 
 def same(arguments: dict[str, Any], inputs: list[mx.array], call: dict[str, Any]) -> None:
-    theirs = source_from_mlx(mx.fast.metal_kernel(**arguments), inputs, **call)
+    kernel: Any = mx.fast.metal_kernel(**arguments)
+    theirs = source_from_mlx(kernel, inputs, **call)
     assert ours(arguments, inputs, call).splitlines() == theirs.splitlines()
     assert ours(arguments, inputs, call) == theirs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -10,6 +11,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.metal_on_cpu.errors import CompileError
@@ -134,6 +137,8 @@ def _shim() -> str:
 
 _CAST = re.compile(r"[*&]\s*\)|_cast\s*<")
 _searched: set[str] = set()  # sources whose casts have been looked at
+_locks: dict[Path, threading.Lock] = {}
+_locks_lock = threading.Lock()
 
 
 def compile_kernel(cpp: str, mode: str, text: str) -> Path:
@@ -151,9 +156,22 @@ def compile_kernel(cpp: str, mode: str, text: str) -> Path:
     flags = [*_COMMON, *MODES[mode]]
     stem = cache_folder() / f"kernel-{_digest(cpp, _shim(), _clang(), *flags)}"
     target = stem.with_suffix(".so")
-    if target.exists():
-        return target
-    scratch = stem.with_suffix(f".{os.getpid()}")
+    with _one_at_a_time(target):
+        if not target.exists():
+            _compile(cpp, text, flags, target)
+    return target
+
+
+@contextlib.contextmanager
+def _one_at_a_time(target: Path) -> Iterator[None]:
+    with _locks_lock:
+        lock = _locks.setdefault(target, threading.Lock())
+    with lock:
+        yield
+
+
+def _compile(cpp: str, text: str, flags: list[str], target: Path) -> None:
+    scratch = target.with_suffix(f".{os.getpid()}")
     source, objects = Path(f"{scratch}.cpp"), Path(f"{scratch}.o")
     source.write_text(cpp)
     try:
@@ -167,7 +185,6 @@ def compile_kernel(cpp: str, mode: str, text: str) -> Path:
     finally:
         for file in (source, objects):
             file.unlink(missing_ok=True)
-    return target
 
 
 def _run(command: list[str]) -> None:

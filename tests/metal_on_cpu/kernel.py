@@ -6,12 +6,13 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from tests.metal_on_cpu.launch import Compiled, Report, build, run
+from tests.metal_on_cpu.launch import Compiled, Report, build, library_of, run
 from tests.metal_on_cpu.signature import BFLOAT16, Input, signature
 
 
@@ -38,6 +39,9 @@ def to_mlx(array: np.ndarray) -> mx.array:
 class EmulatedKernel:
     """A kernel object: call it as the one that `mx.fast.metal_kernel` returns.
 
+    With `compile_in` calls only start compiling, and return zeros: the compiled kernel is there,
+    or on its way, when another object needs it.
+
     Attributes:
         variants: names of the functions compiled so far, in order.
         reports: one per launch, newest last.
@@ -57,6 +61,7 @@ class EmulatedKernel:
         order: str = "forward",
         seed: int = 0,
         may_stay_unwritten: Sequence[str] = (),
+        compile_in: Executor | None = None,
     ) -> None:
         if not ensure_row_contiguous:
             raise ValueError("the emulator takes row-contiguous inputs only")
@@ -65,6 +70,7 @@ class EmulatedKernel:
         self.atomic_outputs = atomic_outputs
         self.mode, self.order, self.seed = mode, order, seed
         self.may_stay_unwritten = tuple(may_stay_unwritten)
+        self.compile_in = compile_in
         self.variants: dict[str, Compiled] = {}
         self.reports: list[Report] = []
 
@@ -86,11 +92,14 @@ class EmulatedKernel:
         Raises:
             MetalError: see its subclasses.
         """
-        arrays = [to_numpy(a if isinstance(a, mx.array) else mx.array(a)) for a in inputs]
+        given = [a if isinstance(a, mx.array) else mx.array(a) for a in inputs]
         dtypes = [numpy_dtype(d) for d in output_dtypes]
         sig = signature(
             self.name,
-            [Input(n, a.dtype, a.shape) for n, a in zip(self.input_names, arrays, strict=True)],
+            [
+                Input(n, numpy_dtype(a.dtype), tuple(a.shape))
+                for n, a in zip(self.input_names, given, strict=True)
+            ],
             list(zip(self.output_names, dtypes, strict=True)),
             self.source,
             self.header,
@@ -99,11 +108,14 @@ class EmulatedKernel:
         )
         if verbose:
             print(sig.source)
+        if self.compile_in is not None:
+            self.compile_in.submit(library_of, sig, self.header, self.source, self.mode)
+            return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
         if sig.name not in self.variants:
             self.variants[sig.name] = build(sig, self.header, self.source, self.mode)
         outputs, report = run(
             self.variants[sig.name],
-            arrays,
+            [to_numpy(a) for a in given],
             output_shapes,
             dtypes,
             grid=grid,

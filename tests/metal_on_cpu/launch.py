@@ -106,14 +106,19 @@ def build(sig: Signature, header: str, body: str, mode: str) -> Compiled:
     Raises:
         CompileError: the source is not valid Metal, as far as the emulator can tell.
     """
-    messages = refused(header, "header") + refused(body, "body")
-    if messages:
-        raise CompileError("\n".join(f"error: {message}" for message in messages))
-    library = compile_kernel(to_cpp(sig, header, body), mode, header + body)
+    library = library_of(sig, header, body, mode)
     runtime()
     handle = ctypes.CDLL(str(library))
     entry = ctypes.cast(handle.emu_entry, ctypes.c_void_p).value or 0
     return Compiled(sig, library, entry, _mapped(library), handle)
+
+
+def library_of(sig: Signature, header: str, body: str, mode: str) -> Path:
+    """Translate and compile only; any thread may do it."""
+    messages = refused(header, "header") + refused(body, "body")
+    if messages:
+        raise CompileError("\n".join(f"error: {message}" for message in messages))
+    return compile_kernel(to_cpp(sig, header, body), mode, header + body)
 
 
 def _mapped(library: Path) -> tuple[int, int]:
