@@ -121,14 +121,19 @@ def test_the_managers_come_in_the_order_of_the_paper(requests: Requests) -> None
     assert in_flight == sorted(in_flight)
     assert real[2] < runs["vAttention"]["saturated"]["real"] < real[3]
     assert runs["max"]["saturated_in_flight"] == pytest.approx(7, abs=0.05)
-    study = replace(study, count=160)
-    rates = (0.5, 1.0, 2.0, 4.0)
-    sweeps = [study.sweep(name, rates)["sustained"] for name in order]
-    # None: even the highest is sustained, as by paged in a run as short as this.
-    sustained = [rates[-1] if rate is None else rate for rate in sweeps]
-    assert sustained == sorted(sustained)
-    assert sustained[0] > 0
-    assert sustained[3] > 1.7 * sustained[2]
+    latency = [study.at_rate(name, 3.0)["latency"] for name in order]
+    assert latency == sorted(latency, reverse=True)
+    assert latency[2] > limit > latency[3]
+
+
+def test_the_highest_rate_is_found_by_bisection(requests: Requests) -> None:
+    study = Study(A100, requests, "buddy", 2 * 2**20, 80, 0.15, trace=False, seed=0)
+    sweep = study.sweep("max", (0.25, 0.5, 4.0))
+    assert 0.5 <= sweep["sustained"] < 4
+    assert study.at_rate("max", sweep["sustained"])["latency"] <= 0.15
+    assert study.at_rate("max", sweep["sustained"] + 3.5 / 16)["latency"] > 0.15
+    assert study.sweep("max", (0.25,))["sustained"] is None
+    assert study.sweep("max", (4.0,))["sustained"] == 0
 
 
 def test_with_the_papers_lengths_the_papers_waste(requests: Requests) -> None:
