@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from mlx_paged.options import ENGINE_OPTIONS
 from mlx_paged.request import FinishReason, Hypothesis, Output, Request
 from mlx_paged.sampling import Sampled, SampleRow, SamplingParams
 from mlx_paged.sequence import Sequence
@@ -23,6 +22,11 @@ if TYPE_CHECKING:
     from mlx_paged.scheduler import Scheduler
 
 EarlyStopping = bool | Literal["never"]
+SAMPLING_ONLY = {field.name for field in fields(SamplingParams)} | {
+    "params",
+    "sampler",
+    "logits_processors",
+}
 MAX_LENGTH_PENALTY = 16.0  # the number of tokens to its power must be a float
 
 
@@ -305,18 +309,25 @@ def beam_search(
         ValueError: an argument is out of its range, or the search cannot fit the model or the pool.
         RuntimeError: the model's logits are not finite numbers.
     """
-    from mlx_paged.arguments import check_model, wrap_tokenizer
+    from mlx_paged.arguments import check_model, read_arguments, wrap_tokenizer
     from mlx_paged.generation import checked, encode_prompt
     from mlx_paged.shared_engine import engine_of
 
     model, tokenizer = check_model(model), wrap_tokenizer(tokenizer)
-    options = {name: kwargs.pop(name) for name in ENGINE_OPTIONS if name in kwargs}
-    salt = kwargs.pop("cache_salt", "")
-    params = BeamParams(width=width, **kwargs)
-    shared = engine_of(model, tokenizer, options)
+    names = {field.name for field in fields(BeamParams)}
+    own = {name: value for name, value in kwargs.items() if name in names}
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    for name in others:
+        if name in SAMPLING_ONLY:
+            raise TypeError(
+                f"beam_search() takes no {name}: it draws nothing and changes no logits"
+            )
+    params = BeamParams(width=width, **own)
+    arguments = read_arguments(beam_search, model, None, others)
+    shared = engine_of(model, tokenizer, arguments.engine)
     with shared.call() as call:
         ids = encode_prompt(shared.engine, tokenizer, prompt)
-        call.add(tokenizer, ids, params, cache_salt=salt)
+        call.add(tokenizer, ids, params, **arguments.request)
         hypotheses = None
         while outputs := call.outputs():
             hypotheses = checked(outputs[-1]).hypotheses
