@@ -328,13 +328,15 @@ class Engine:
         self._stepping = True
         schedule = Schedule()
         try:
-            schedule = self.scheduler.schedule()
+            with uninterrupted(firm=True):
+                schedule = self.scheduler.schedule()
             if schedule.rows:
                 self._run(schedule)
             if self._observer:
                 self._observer(self, schedule, self._outputs)
         except BaseException:
-            self._recover(schedule)
+            with uninterrupted(firm=True):
+                self._recover(schedule)
             raise
         finally:
             self._stepping = False
@@ -358,7 +360,8 @@ class Engine:
         else:
             sampled = None
             mx.eval(self.cache.keys, self.cache.values)
-        self._update(schedule, due, sampled)
+        with uninterrupted(firm=True):
+            self._update(schedule, due, sampled)
 
     def _update(
         self, schedule: Schedule, due: list[tuple[Sequence, int]], sampled: Sampled | None

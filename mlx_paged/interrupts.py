@@ -10,11 +10,14 @@ from types import FrameType
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted(*, firm: bool = False) -> Iterator[None]:
     """Hold a Ctrl-C back until the block is done, then let it do what it does.
 
     A second one is not held back: the block may be waiting for something that never comes.
     Python delivers signals to the main thread only; elsewhere there is nothing to hold back.
+
+    Args:
+        firm: hold back every one, in a block that waits for nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -24,7 +27,7 @@ def uninterrupted() -> Iterator[None]:
 
     def hold(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if len(received) > 1:
+        if len(received) > 1 and not firm:
             handler(number, frame)
 
     signal.signal(signal.SIGINT, hold)
@@ -32,5 +35,5 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if received:
-        handler(received[0], None)
+    for number in received if firm else received[:1]:
+        handler(number, None)
