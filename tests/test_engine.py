@@ -819,5 +819,5 @@ def test_10000_short_requests_leave_nothing_behind() -> None:
     assert engine.stats.tokens_generated > 10_000
     assert engine.stats.evictions > 1_000
     half, end = sizes[9], sizes[-1]
-    assert end[0] <= half[0] + 4096
+    assert end[0] <= half[0] + 16_384  # less than one number a request
     assert end[1] <= half[1] + 2_000

@@ -192,6 +192,29 @@ def test_reused_parts_of_blocks_copy_no_pool(model: Qwen2) -> None:
     assert watched.engine.stats.block_copies == 1
 
 
+@pytest.mark.parametrize("event", ["join", "cancel", "preempt", "clear"])
+def test_what_happens_between_decode_steps_copies_no_pool(model: Qwen2, event: str) -> None:
+    """Whatever is prepared for the next step, it is not what comes."""
+    watched = Watched(model)
+    engine = watched.engine
+    first = [engine.add(prompt(30, i), SamplingParams(max_tokens=30)) for i in range(2)]
+    for _ in range(8):
+        watched.step()
+    if event == "join":
+        engine.add([*prompt(30)[:21], 1, 2], SamplingParams(max_tokens=5))
+        watched.step()
+        assert engine.stats.block_copies == 1
+    elif event == "cancel":
+        engine.cancel(first[0])
+    elif event == "preempt":
+        engine.scheduler.preempt(engine.scheduler.running[0])
+        watched.step()
+        assert engine.stats.block_copies == 1
+    else:
+        engine.clear_cache()
+    watched.run()
+
+
 def test_preemption_copies_no_pool(model: Qwen2) -> None:
     watched = Watched(model, num_blocks=260, block_size=256, max_batched_tokens=16)
     for i in range(3):
