@@ -46,7 +46,7 @@ constexpr int step_tokens() {
 
 // The lane's part of a row of D elements; lanes past its end get zeros.
 template <int D, typename T, typename To>
-void load_part(const device T* row, uint lane, thread To* part) {
+METAL_FUNC void load_part(const device T* row, uint lane, thread To* part) {
   using Vector = vec<T, width<D>()>;
 #pragma unroll
   for (int c = 0; c < chunks<D>(); c++) {
@@ -58,7 +58,7 @@ void load_part(const device T* row, uint lane, thread To* part) {
   }
 }
 template <int D, typename T, typename To>
-void load_part(const threadgroup T* row, uint lane, thread To* part) {
+METAL_FUNC void load_part(const threadgroup T* row, uint lane, thread To* part) {
   using Vector = vec<T, width<D>()>;
 #pragma unroll
   for (int c = 0; c < chunks<D>(); c++) {
@@ -70,7 +70,7 @@ void load_part(const threadgroup T* row, uint lane, thread To* part) {
   }
 }
 template <int D, typename T>
-void store_part(device T* row, uint lane, const thread float* part) {
+METAL_FUNC void store_part(device T* row, uint lane, const thread float* part) {
   using Vector = vec<T, width<D>()>;
 #pragma unroll
   for (int c = 0; c < chunks<D>(); c++) {
@@ -82,7 +82,7 @@ void store_part(device T* row, uint lane, const thread float* part) {
   }
 }
 template <int D>
-void store_part(threadgroup float* row, uint lane, const thread float* part) {
+METAL_FUNC void store_part(threadgroup float* row, uint lane, const thread float* part) {
   using Vector = vec<float, width<D>()>;
 #pragma unroll
   for (int c = 0; c < chunks<D>(); c++) {
@@ -97,7 +97,7 @@ void store_part(threadgroup float* row, uint lane, const thread float* part) {
 // Where a token's K or V row starts in the pool, in elements. CONTIGUOUS is for comparison only:
 // one block per row, found without a table.
 template <int D>
-uint row_offset(
+METAL_FUNC uint row_offset(
     const device int* block_tables, uint table_row, uint table_width, uint token, uint block_size,
     uint kv_heads, uint head) {
 #ifdef CONTIGUOUS
@@ -116,15 +116,15 @@ struct PoolRows {  // in the pool; `offset` belongs to this lane's token, the st
   const device T* values;
   uint offset;
   uint first;
-  const device T* key(int t) const { return keys + simd_broadcast(offset, ushort(first + t)); }
-  const device T* value(int t) const { return values + simd_broadcast(offset, ushort(first + t)); }
+  METAL_FUNC const device T* key(int t) const { return keys + simd_broadcast(offset, ushort(first + t)); }
+  METAL_FUNC const device T* value(int t) const { return values + simd_broadcast(offset, ushort(first + t)); }
 };
 template <typename T, int D>
 struct TileRows {  // in threadgroup memory
   const threadgroup T* keys;
   const threadgroup T* values;
-  const threadgroup T* key(int t) const { return keys + t * D; }
-  const threadgroup T* value(int t) const { return values + t * D; }
+  METAL_FUNC const threadgroup T* key(int t) const { return keys + t * D; }
+  METAL_FUNC const threadgroup T* value(int t) const { return values + t * D; }
 };
 
 // ---- the running softmax of Q queries ----------------------------------------------------------
@@ -137,7 +137,7 @@ struct State {
 };
 
 template <int D, int Q>
-void clear(thread State<D, Q>& state) {
+METAL_FUNC void clear(thread State<D, Q>& state) {
   state.m = LOWEST;
   state.l = 0.0f;
 #pragma unroll
@@ -149,23 +149,27 @@ void clear(thread State<D, Q>& state) {
 
 // Sums 32 values over 32 lanes: lane i gets the sum of x[i]. 31 exchanges, not 160: each halves
 // the values that a lane still has to sum.
-float sum_each(thread float* x, uint lane) {
+template <int N>
+METAL_FUNC void halve(thread float* x, uint lane) {
+  const bool upper = lane & N;
 #pragma unroll
-  for (int n = 16; n > 0; n /= 2) {
-    bool upper = lane & n;
-#pragma unroll
-    for (int i = 0; i < n; i++) {
-      float kept = upper ? x[i + n] : x[i];
-      float sent = upper ? x[i] : x[i + n];
-      x[i] = kept + simd_shuffle_xor(sent, ushort(n));
-    }
+  for (int i = 0; i < N; i++) {
+    const float low = x[i], high = x[i + N];  // by value: x has to stay in registers
+    x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(N));
   }
+}
+METAL_FUNC float sum_each(thread float* x, uint lane) {
+  halve<16>(x, lane);
+  halve<8>(x, lane);
+  halve<4>(x, lane);
+  halve<2>(x, lane);
+  halve<1>(x, lane);
   return x[0];
 }
 
 // One step: `valid` tokens (rows past them are not read) for the first `queries` of Q.
 template <int D, int Q, typename T, typename Rows>
-void attend(
+METAL_FUNC void attend(
     thread State<D, Q>& state, const thread T* q, Rows rows, int valid, int queries, float scale,
     uint lane) {
   constexpr int N = per_lane<D>();
@@ -222,7 +226,7 @@ void attend(
 
 // The sum of l over a query's lanes, in each of them.
 template <int S>
-float whole_sum(float l) {
+METAL_FUNC float whole_sum(float l) {
 #pragma unroll
   for (int n = S / 2; n > 0; n /= 2) l += simd_shuffle_xor(l, ushort(n));
   return l;
@@ -231,7 +235,7 @@ float whole_sum(float l) {
 // ---- one row per segment -----------------------------------------------------------------------
 
 template <typename T, int D, int G>
-void attend_row(
+METAL_FUNC void attend_row(
     const device T* queries, const device T* keys, const device T* values,
     const device int* block_tables, const device int* segments, const device int* members,
     uint table_width, uint block_size, float scale, device float* acc, device float* stats,
@@ -311,7 +315,7 @@ void attend_row(
 // Q per SIMD group stay in registers. A longer list is worked off in parts for each tile, with the
 // state kept in acc and stats meanwhile: K and V are still read once.
 template <typename T, int D, int G, int Q, int TILE>
-void attend_rows(
+METAL_FUNC void attend_rows(
     const device T* queries, const device T* keys, const device T* values,
     const device int* block_tables, const device int* segments, const device int* members,
     uint table_width, uint block_size, float scale, device float* acc, device float* stats,
@@ -403,7 +407,7 @@ void attend_rows(
 // ---- the merge ---------------------------------------------------------------------------------
 
 template <int D>
-float merge_range(
+METAL_FUNC float merge_range(
     const device float* acc, const device float* stats, int first, int last, uint heads, uint head,
     float m, uint lane, thread float* result) {
   constexpr int N = per_lane<D>();
@@ -429,7 +433,7 @@ float merge_range(
 
 // One SIMD group per row and head: partials of shared segments and of the row's own.
 template <typename T, int D>
-void merge_partials(
+METAL_FUNC void merge_partials(
     const device float* shared_acc, const device float* shared_stats,
     const device int* shared_starts, const device float* own_acc, const device float* own_stats,
     const device int* own_starts, uint heads, device T* out, uint pair, uint lane) {

@@ -135,6 +135,24 @@ def _shim() -> str:
     return (HERE / "include" / "metal_stdlib").read_text()
 
 
+def arrays_in_memory(cpp: str) -> list[str]:
+    """Local arrays that clang, with everything inlined, cannot keep in registers.
+
+    On a GPU they would lie in device memory.
+    """
+    flags = [*_COMMON, "-O2", "-DEMU_INLINE_ALL", "-ftrivial-auto-var-init=uninitialized"]
+    result = subprocess.run(
+        [_clang(), *flags, "-x", "c++", "-", "-S", "-emit-llvm", "-o", "-"],
+        input=cpp,
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode:
+        raise CompileError(result.stderr)
+    lines = [line.strip() for line in result.stdout.splitlines() if "alloca" in line]
+    return [line for line in lines if re.search(r"alloca (\[|%struct)", line)]
+
+
 _CAST = re.compile(r"[*&]\s*\)|_cast\s*<")
 _searched: set[str] = set()  # sources whose casts have been looked at
 _locks: dict[Path, threading.Lock] = {}
