@@ -24,6 +24,7 @@ MAX_WASTE = 0.25  # of a group's scores may be padding
 FREE_WASTE = 1024  # scores of padding that cost less than one more group
 MAX_SCORES = 2**17  # queries times tokens in one product, per query head
 ROUND_TOKENS = 64  # contexts are padded to a multiple, so that the shapes of steps repeat
+FEW_SCORES = 4096  # up to which one softmax is faster than its parts
 MIN_TILE = 16  # queries of a prompt chunk done at once, however long its context
 MIN_SHARED_TOKENS = 512  # reads that sharing a prefix must save to be worth a merge
 
@@ -101,9 +102,9 @@ class ReferencePlan:
         outputs = []
         if self.merge_index is not None:
             partials = [_attend_shared(run, scaled, pool) for run in self.shared]
-            partials += [_attend(group, scaled, pool) for group in self.partial]
+            partials += [_attend(group, scaled, pool, whole=False) for group in self.partial]
             outputs.append(_merge(partials, self.merge_index))
-        outputs += [_attend(group, scaled, pool).outputs for group in self.plain]
+        outputs += [_attend(group, scaled, pool, whole=True).outputs for group in self.plain]
         result = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         if self.order is not None:
             result = result[self.order]
@@ -366,12 +367,12 @@ class _Partial(NamedTuple):
     """Attention over a part of the tokens: outputs [n, heads, dim] for that part alone."""
 
     outputs: mx.array
-    maxima: mx.array  # of the scores, [n, heads, 1]
-    sums: mx.array  # of exp(score - maximum), [n, heads, 1]
+    maxima: mx.array | None  # of the scores, [n, heads, 1]; None if there are no other parts
+    sums: mx.array | None  # of exp(score - maximum), [n, heads, 1]
 
 
-def _attend(group: Group, scaled: mx.array, pool: _Pool) -> _Partial:
-    """Each row's queries over its own run: [r * q, heads, ...]."""
+def _attend(group: Group, scaled: mx.array, pool: _Pool, *, whole: bool) -> _Partial:
+    """Each row's queries over its own run, be it the whole context: [r * q, heads, ...]."""
     rows, q = group.blocks.shape[0], group.num_queries
     heads, dim = scaled.shape[1:]
     queries = scaled if group.query_index is None else scaled[group.query_index]
@@ -385,15 +386,16 @@ def _attend(group: Group, scaled: mx.array, pool: _Pool) -> _Partial:
     if q > 1:
         keys, values = keys[:, :, None], values[:, :, None]
     scores = mx.where(seen, queries @ keys.swapaxes(-1, -2), -mx.inf)
-    weights, maxima, sums = exponentials(scores)
-    out = (weights @ values) / sums
 
     def packed(x: mx.array) -> mx.array:
         if q > 1:
             x = x.transpose(0, 3, 1, 2, 4)
         return x.reshape(rows * q, heads, -1)
 
-    return _Partial(packed(out), packed(maxima), packed(sums))
+    if whole and scores.size <= FEW_SCORES:
+        return _Partial(packed(mx.softmax(scores, axis=-1) @ values), None, None)
+    weights, maxima, sums = exponentials(scores)
+    return _Partial(packed((weights @ values) / sums), packed(maxima), packed(sums))
 
 
 def _attend_shared(run: SharedRun, scaled: mx.array, pool: _Pool) -> _Partial:
@@ -415,14 +417,12 @@ def _attend_shared(run: SharedRun, scaled: mx.array, pool: _Pool) -> _Partial:
 
 def _merge(partials: Sequence[_Partial], index: mx.array) -> mx.array:
     """Combine the partial results [rows, m] of each row: [rows, heads, dim]."""
-    like = partials[0]
-    shape = (1, *like.sums.shape[1:])
+    heads, dim = partials[0].outputs.shape[1:]
     empty = _Partial(
-        mx.zeros((1, *like.outputs.shape[1:])), mx.full(shape, -mx.inf), mx.zeros(shape)
+        mx.zeros((1, heads, dim)), mx.full((1, heads, 1), -mx.inf), mx.zeros((1, heads, 1))
     )
-    outputs, maxima, sums = (
-        mx.concatenate(part)[index] for part in zip(*partials, empty, strict=True)
-    )
+    parts: Any = zip(*partials, empty, strict=True)
+    outputs, maxima, sums = (mx.concatenate(part)[index] for part in parts)
     weights = sums * mx.exp(maxima - mx.max(maxima, axis=1, keepdims=True))
     return (weights * outputs).sum(axis=1) / weights.sum(axis=1)
 

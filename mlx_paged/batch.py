@@ -81,39 +81,61 @@ class BatchBuilder:
             wanted: numbers of the rows whose last token needs logits, ascending.
         """
         rows = schedule.rows
+        if len(rows) == schedule.num_tokens and wanted == list(range(len(rows))):
+            ids = mx.array([seq.tokens[seq.num_computed] for seq, _ in rows])
+            return self._decode(rows, ids, 0)
         size = self.block_size
-        counts = [n for _, n in rows]
-        ends = np.array([seq.num_computed + n for seq, n in rows], np.int32)
-        if len(rows) == sum(counts):
-            ids = np.array([seq.tokens[seq.num_computed] for seq, _ in rows], np.int32)
-            positions = ends - 1
-            blocks = np.array([seq.block_table[seq.num_computed // size] for seq, _ in rows])
-        else:
-            ids, positions, blocks = self._prompt_arrays(rows)
-        opened = [
-            seq.block_table[(seq.num_computed + n) // size]
-            for seq, n in rows
-            if (seq.num_computed + n) % size and (seq.num_computed + n) % size <= n
-        ]
+        counts = np.array([n for _, n in rows], np.int32)
+        ends = np.array([seq.num_computed for seq, _ in rows], np.int32) + counts
+        ids, positions, blocks = self._packed(rows)
         last = np.cumsum(counts) - 1
-        everything = wanted == list(range(len(positions)))  # not so for n samples of n tokens
+        everything = wanted == list(range(len(ids)))  # not so for n samples of n tokens
         return Batch(
             input_ids=mx.array(ids),
             positions=mx.array(positions),
             slots=Slots(
-                mx.array(blocks.astype(np.int32)[:, None]),
-                self._heads,
-                mx.array((positions % size)[:, None]),
+                mx.array(blocks[:, None]), self._heads, mx.array((positions % size)[:, None])
             ),
-            opened_blocks=mx.array(np.array(opened, np.int32)) if opened else None,
-            attention=self._attention(rows, ends, np.array(counts, np.int32)),
+            opened_blocks=self._opened(rows),
+            attention=self._attention(rows, ends, counts),
             logits_indices=None if everything else mx.array(last[wanted].astype(np.int32)),
         )
 
-    def _prompt_arrays(
+    def build_next(self, schedule: Schedule, tokens: mx.array) -> Batch:
+        """The batch that follows one of decode rows, if all go on within their blocks.
+
+        Args:
+            schedule: the step before, not yet counted.
+            tokens: [rows] what it samples, not yet computed.
+        """
+        return self._decode(schedule.rows, tokens.astype(mx.int32), 1)
+
+    def _decode(self, rows: list[tuple[Sequence, int]], ids: mx.array, ahead: int) -> Batch:
+        """One token per row, `ahead` tokens after the first that is not computed."""
+        size = self.block_size
+        at = [seq.num_computed + ahead for seq, _ in rows]
+        blocks = [[seq.block_table[i // size]] for (seq, _), i in zip(rows, at, strict=True)]
+        ends = np.array(at, np.int32) + 1
+        return Batch(
+            input_ids=ids,
+            positions=mx.array(at),
+            slots=Slots(mx.array(blocks), self._heads, mx.array([[i % size] for i in at])),
+            opened_blocks=None if ahead else self._opened(rows),
+            attention=self._attention(rows, ends, np.ones(len(rows), np.int32)),
+            logits_indices=None,
+        )
+
+    def _opened(self, rows: list[tuple[Sequence, int]]) -> mx.array | None:
+        """Blocks that this step starts, and does not fill."""
+        size = self.block_size
+        ends = ((seq, n, seq.num_computed + n) for seq, n in rows)
+        opened = [seq.block_table[end // size] for seq, n, end in ends if 0 < end % size <= n]
+        return mx.array(opened) if opened else None
+
+    def _packed(
         self, rows: list[tuple[Sequence, int]]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, positions and block numbers of rows with more than one token each."""
+        """Token ids, positions and block numbers of all rows, one after the other."""
         ids, positions, blocks = [], [], []
         for seq, n in rows:
             span = np.arange(seq.num_computed, seq.num_computed + n, dtype=np.int32)

@@ -20,7 +20,15 @@ from mlx_paged.kv_cache import KVCache
 from mlx_paged.model_runner import ModelRunner
 from mlx_paged.models.qwen2 import Qwen2
 from mlx_paged.request import LogitsProcessor, Output, Request, Sample, SampleRequest
-from mlx_paged.sampling import Sampled, Sampler, SampleRow, SamplingParams, fresh_seed, prepare
+from mlx_paged.sampling import (
+    Pending,
+    Sampled,
+    Sampler,
+    SampleRow,
+    SamplingParams,
+    fresh_seed,
+    prepare,
+)
 from mlx_paged.scheduler import Schedule, Scheduler
 from mlx_paged.sequence import Sequence
 from mlx_paged.text_stream import TextStream
@@ -72,6 +80,23 @@ class EngineStats:
     evictions: int
 
 
+@dataclass(frozen=True)
+class _Step:
+    """The graph of a step, not yet computed."""
+
+    signature: list[tuple[int, ...]]  # of the schedule it is for
+    due: list[tuple[Sequence, int]]  # sequences to sample, and where the rows of each begin
+    rows: list[SampleRow]
+    pending: Pending | None  # None if no sequence is due
+    keys: list[mx.array]
+    values: list[mx.array]
+
+
+def _signature(schedule: Schedule, ahead: int = 0) -> list[tuple[int, ...]]:
+    """What a step is made from; `ahead` tokens later, where only these numbers change."""
+    return [(*seq.age, seq.table_version, seq.num_computed + ahead, n) for seq, n in schedule.rows]
+
+
 class Engine:
     """Continuous batching of requests for one model. One thread owns an engine.
 
@@ -90,6 +115,7 @@ class Engine:
             whichever fits the device and the model.
         compile_steps: whether the graph of a step whose shape repeats is compiled and replayed,
             where the backend allows it.
+        look_ahead: whether the graph of the next step is built while one is computed.
         observer: called at the end of every step with the engine, the step's schedule (its
             tokens are computed by then) and its outputs. It must not call `step` or `cancel`, nor
             change the outputs.
@@ -112,6 +138,7 @@ class Engine:
         token_reuse: bool = True,
         backend: str | AttentionBackend | None = None,
         compile_steps: bool = True,
+        look_ahead: bool = True,
         observer: Callable[[Engine, Schedule, list[Output]], None] | None = None,
     ) -> None:
         for name, value in (
@@ -151,6 +178,8 @@ class Engine:
         self._runner = ModelRunner(model, enabled=compile_steps and chosen.compiles)
         self._requests: dict[int, Request] = {}  # unfinished
         self._outputs: list[Output] = []
+        self._foreseen: _Step | None = None
+        self._looks_ahead = look_ahead
         self._next_id = 0
         self._observer = observer
         self._stepping = False
@@ -342,7 +371,26 @@ class Engine:
             self._stepping = False
 
     def _run(self, schedule: Schedule) -> None:
-        due: list[tuple[Sequence, int]] = []  # and where the sequence's sampled rows begin
+        step, self._foreseen = self._foreseen, None
+        if step and (schedule.copies or step.signature != _signature(schedule)):
+            step = None  # let go of its graph, which holds on to the pools
+        if step is None:
+            step = self._prepare(schedule)
+        self.cache.adopt(step.keys, step.values)
+        sampled = None
+        if step.pending is None:
+            mx.eval(self.cache.keys, self.cache.values)
+        else:
+            if self._can_foresee(schedule, step):
+                step.pending.launch()
+                self._foreseen = self._foresee(schedule, step)
+            sampled = step.pending.collect()
+        with uninterrupted(firm=True):
+            self._update(schedule, step.due, sampled)
+
+    def _prepare(self, schedule: Schedule) -> _Step:
+        """Build the graph of a step."""
+        due: list[tuple[Sequence, int]] = []
         rows: list[SampleRow] = []
         row_of: list[int] = []  # in the batch, of each sampled row
         for i, (seq, n) in enumerate(schedule.rows):
@@ -354,14 +402,37 @@ class Engine:
         self.cache.copy_blocks(schedule.copies)
         if batch.opened_blocks is not None:
             self.cache.open_blocks(batch.opened_blocks)
-        logits = self._runner(batch, self.cache)
-        if rows:
-            sampled = prepare(logits, rows).collect()
-        else:
-            sampled = None
-            mx.eval(self.cache.keys, self.cache.values)
-        with uninterrupted(firm=True):
-            self._update(schedule, due, sampled)
+        logits, keys, values = self._runner(batch, self.cache)
+        pending = prepare(logits, rows) if rows else None
+        return _Step(_signature(schedule), due, rows, pending, keys, values)
+
+    def _can_foresee(self, schedule: Schedule, step: _Step) -> bool:
+        """Whether the next step is known but for its tokens: the same rows, in the same blocks."""
+        if not self._looks_ahead or self.scheduler.waiting or len(step.rows) != len(schedule.rows):
+            return False
+        size = self.pool.block_size
+        return all(
+            n == seq.width == seq.num_uncomputed == 1
+            and seq.num_computed + 1 < len(seq.block_table) * size
+            and row.forgets
+            and seq.num_generated + 1 < row.params.max_tokens
+            and self._requests[seq.age[0]].steady
+            for (seq, n), row in zip(schedule.rows, step.rows, strict=True)
+        )
+
+    def _foresee(self, schedule: Schedule, step: _Step) -> _Step | None:
+        """Build the graph of the step after `step`, while that one is computed.
+
+        It must not be launched before: an update of a pool that is still being read copies it.
+        """
+        assert step.pending is not None
+        tokens = step.pending.tokens
+        if tokens is None:
+            return None
+        batch = self._builder.build_next(schedule, tokens)
+        logits, keys, values = self._runner(batch, self.cache)
+        pending = prepare(logits, step.rows, ahead=1)
+        return _Step(_signature(schedule, 1), step.due, step.rows, pending, keys, values)
 
     def _update(
         self, schedule: Schedule, due: list[tuple[Sequence, int]], sampled: Sampled | None
@@ -382,9 +453,11 @@ class Engine:
             self._outputs += outputs
             if not request.sequences:
                 del self._requests[request.request_id]
+                self._foreseen = None
 
     def _recover(self, schedule: Schedule) -> None:
         """After a step that failed: nothing is computed twice wrongly, nothing is lost."""
+        self._foreseen = None
         self.scheduler.abandon(schedule)
         try:
             mx.eval(self.cache.keys, self.cache.values)
@@ -434,6 +507,7 @@ class Engine:
         """Forget all cached blocks; to be called if the model's weights change."""
         self.pool.clear_cache()
         self._runner.reset()
+        self._foreseen = None
 
     def check(self) -> None:
         """Assert all invariants of pool, sequences and scheduler."""

@@ -63,6 +63,10 @@ class KVCache:
         other.keys, other.values = list(keys), list(values)
         return other
 
+    def adopt(self, keys: list[mx.array], values: list[mx.array]) -> None:
+        """Go on with the arrays that a step has written, and let go of those before."""
+        self.keys, self.values = keys, values
+
     @staticmethod
     def block_bytes(
         *, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: mx.Dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -14,6 +14,15 @@ from mlx_paged.models.qwen2 import Qwen2
 
 REPEATS = 3  # steps of one shape before compiling it pays
 MAX_SHAPES = 32  # shapes remembered
+
+
+class Forward(NamedTuple):
+    """A forward pass, not yet computed."""
+
+    logits: mx.array  # [rows, vocab]
+    keys: list[mx.array]
+    values: list[mx.array]
+
 
 Compiled = Callable[..., tuple[mx.array, list[mx.array], list[mx.array]]]
 
@@ -27,11 +36,13 @@ class ModelRunner:
     go in as arguments and come out as results, which keeps their updates in place.
 
     Args:
-        model: the model; `reset` if its weights change.
+        model: the model, whose query, key and value matrices are joined; `reset` if its weights
+            change.
         enabled: whether to compile at all.
     """
 
     def __init__(self, model: Qwen2, *, enabled: bool) -> None:
+        model.fuse()
         self.model = model
         self.enabled = enabled
         self._last: tuple[Any, ...] = ()
@@ -43,10 +54,15 @@ class ModelRunner:
         self._last = ()
         self._compiled.clear()
 
-    def __call__(self, batch: Batch, cache: KVCache) -> mx.array:
-        """Logits [rows, vocab]; keys and values are written into `cache`."""
+    def __call__(self, batch: Batch, cache: KVCache) -> Forward:
+        """Build the graph of a step. `cache` is not changed: `KVCache.adopt` the result's arrays.
+
+        Args:
+            batch: the step.
+            cache: keys and values so far, which may not have been computed yet.
+        """
         if not self.enabled:
-            return self.model(batch, cache)
+            return self._eager(batch, cache)
         given = batch.arrays()
         shape = tuple(None if a is None else tuple(a.shape) for a in given)
         step = self._compiled.get(shape)
@@ -54,14 +70,18 @@ class ModelRunner:
             self._repeats = self._repeats + 1 if shape == self._last else 1
             self._last = shape
             if self._repeats < REPEATS:
-                return self.model(batch, cache)
+                return self._eager(batch, cache)
             step = self._compiled[shape] = self._compile(batch, cache)
             if len(self._compiled) > MAX_SHAPES:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(shape)
         arrays = [a for a in given if a is not None]
-        logits, cache.keys, cache.values = step(arrays, cache.keys, cache.values)
-        return logits
+        return Forward(*step(arrays, cache.keys, cache.values))
+
+    def _eager(self, batch: Batch, cache: KVCache) -> Forward:
+        pools = cache.view(cache.keys, cache.values)
+        logits = self.model(batch, pools)
+        return Forward(logits, pools.keys, pools.values)
 
     def _compile(self, batch: Batch, cache: KVCache) -> Compiled:
         present = [a is not None for a in batch.arrays()]

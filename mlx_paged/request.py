@@ -82,6 +82,7 @@ class Request(ABC):
     """
 
     request_id: int
+    steady: bool = False  # whether a sampled token just continues its sequence
 
     @property
     @abstractmethod
@@ -146,6 +147,8 @@ class SampleRequest(Request):
         request_id: the engine's.
         samples: all on the same sequence.
     """
+
+    steady = True
 
     def __init__(self, request_id: int, samples: list[Sample]) -> None:
         self.request_id = request_id

@@ -324,6 +324,11 @@ class SampleRow:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def forgets(self) -> bool:
+        """Whether its next token depends on the logits and the index alone, not on ``tokens``."""
+        return not (self.plan.penalised or self.is_custom or self.params.min_tokens)
+
+    @property
     def forbids_ends(self) -> bool:
         """Whether the next token must not end the sequence."""
         return bool(self.end_bias) and self.num_generated < self.params.min_tokens
@@ -388,6 +393,11 @@ class Pending:
         self._launched = False
 
     @property
+    def tokens(self) -> mx.array | None:
+        """The tokens ``[rows]``, not yet computed, unless rows are sampled in several ways."""
+        return self._groups[0].tokens if len(self._groups) == 1 and not self._errors else None
+
+    @property
     def _shared(self) -> list[mx.array]:
         """What needs no caution, and the logits: their failure is no single row's."""
         arrays = [] if len(self._groups) == 1 and not self._custom else [self._logits]
@@ -437,12 +447,13 @@ class Pending:
             self._groups.remove(group)
 
 
-def prepare(logits: mx.array, rows: Sequence[SampleRow]) -> Pending:
+def prepare(logits: mx.array, rows: Sequence[SampleRow], ahead: int = 0) -> Pending:
     """Build the graph of a step's tokens, without computing anything.
 
     Args:
         logits: ``[rows, vocab]``, float32, float16 or bfloat16; not changed.
         rows: one for each row of ``logits``.
+        ahead: tokens that each row will have got by then; for rows that ``forgets`` only.
 
     Raises:
         ValueError: ``logits`` is not of that shape.
@@ -468,7 +479,7 @@ def prepare(logits: mx.array, rows: Sequence[SampleRow]) -> Pending:
         part = logits if len(indices) == count else logits[mx.array(indices)]
         members = [rows[i] for i in indices]
         try:
-            groups.append(_build(part, indices, members))
+            groups.append(_build(part, indices, members, ahead))
         except Exception as error:
             if not members[0].is_custom:
                 raise
@@ -481,7 +492,9 @@ def sample(logits: mx.array, rows: Sequence[SampleRow]) -> Sampled:
     return prepare(logits, rows).collect()
 
 
-def _build(logits: mx.array, indices: list[int], rows: Sequence[SampleRow]) -> _Group:
+def _build(
+    logits: mx.array, indices: list[int], rows: Sequence[SampleRow], ahead: int = 0
+) -> _Group:
     """One batch of rows with equal plans: logits ``[rows, vocab]`` to a group."""
     plan, sampler = rows[0].plan, rows[0].sampler
     scores = _process(logits.astype(mx.float32), rows)
@@ -493,7 +506,7 @@ def _build(logits: mx.array, indices: list[int], rows: Sequence[SampleRow]) -> _
     if sampler is not None:
         tokens = _call_sampler(sampler, scores)
     else:
-        tokens = _draw(scores, rows) if greedy is None else greedy
+        tokens = _draw(scores, rows, ahead) if greedy is None else greedy
     # A user's id may be out of range, and gathers are not checked.
     inside = tokens if sampler is None else mx.clip(tokens, 0, scores.shape[-1] - 1)
     group = _Group(indices, rows, tokens, _at(scores, inside), rows[0].is_custom)
@@ -604,13 +617,13 @@ def _call_sampler(sampler: Sampler, logprobs: mx.array) -> mx.array:
     return token.reshape(1).astype(mx.int64)
 
 
-def _draw(logprobs: mx.array, rows: Sequence[SampleRow]) -> mx.array:
+def _draw(logprobs: mx.array, rows: Sequence[SampleRow], ahead: int) -> mx.array:
     """Filter and draw one token per row: ``[rows, vocab]`` to ``[rows]``.
 
     The noise belongs to token ids and is drawn for the whole vocabulary, so that the draw does
     not depend on the order in which the filter finds the candidates.
     """
-    uniform = _uniform(rows, logprobs.shape[-1])
+    uniform = _uniform(rows, logprobs.shape[-1], ahead)
     kept, ids = _filter(logprobs, rows)
     if ids is not None:
         uniform = mx.take_along_axis(uniform, ids, axis=-1)
@@ -647,9 +660,11 @@ def _column(rows: Sequence[SampleRow], name: str) -> mx.array:
     return mx.array([[getattr(row.params, name)] for row in rows], dtype=mx.float32)
 
 
-def _uniform(rows: Sequence[SampleRow], vocab_size: int) -> mx.array:
+def _uniform(rows: Sequence[SampleRow], vocab_size: int, ahead: int = 0) -> mx.array:
     """``[rows, vocab]`` in (0, 1): each row from its own key, whatever the other rows are."""
-    keys = np.array([draw_key(row.seed, row.num_generated) for row in rows], dtype=np.uint32)
+    keys = np.array(
+        [draw_key(row.seed, row.num_generated + ahead) for row in rows], dtype=np.uint32
+    )
     draw = mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))
     return mx.maximum(draw(mx.array(keys)), 2.0**-33)  # zero would be infinite noise
 

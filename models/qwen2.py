@@ -7,6 +7,7 @@ go through together, [tokens, ...]; only rotary positions, slots and attention k
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -81,6 +82,22 @@ class Norm(nn.Module):
         return self._compiled(x, self.weight)
 
 
+def _joined(parts: list[nn.Module]) -> nn.Module | None:
+    """One layer with the outputs of several, side by side; None if their storage differs."""
+    first = parts[0]
+    kinds = {
+        (type(part), *(getattr(part, name, None) for name in ("group_size", "bits", "mode")))
+        for part in parts
+    }
+    if len(kinds) > 1 or not isinstance(first, nn.Linear | nn.QuantizedLinear):
+        return None
+    joined = copy(first)
+    for name in first.parameters():
+        joined[name] = mx.concatenate([part[name] for part in parts])
+    mx.eval(joined.parameters())
+    return joined
+
+
 class Attention(nn.Module):
     """Grouped-query attention over the pool's blocks."""
 
@@ -106,17 +123,28 @@ class Attention(nn.Module):
         rotary: Tables | None,
     ) -> mx.array:
         """x: [tokens, hidden]."""
-        tokens = x.shape[0]
-        queries = self.q_proj(x).reshape(tokens, self.num_heads, self.head_dim)
-        keys = self.k_proj(x).reshape(tokens, self.num_kv_heads, self.head_dim)
-        values = self.v_proj(x).reshape(tokens, self.num_kv_heads, self.head_dim)
-        queries = self._rotary(queries, batch.positions, rotary)
-        keys = self._rotary(keys, batch.positions, rotary)
-        cache.write(layer, keys, values, batch.slots)
+        heads = self._project(x).reshape(x.shape[0], -1, self.head_dim)
+        values = self.num_heads + self.num_kv_heads  # the first of them
+        turned = self._rotary(heads[:, :values], batch.positions, rotary)
+        cache.write(layer, turned[:, self.num_heads :], heads[:, values:], batch.slots)
         out = batch.attention.attend(
-            queries, cache.keys[layer], cache.values[layer], scale=self.scale
+            turned[:, : self.num_heads], cache.keys[layer], cache.values[layer], scale=self.scale
         )
-        return self.o_proj(out.reshape(tokens, -1))
+        return self.o_proj(out.reshape(x.shape[0], -1))
+
+    def _project(self, x: mx.array) -> mx.array:
+        """Queries, keys and values side by side."""
+        if "qkv_proj" in self:
+            return self.qkv_proj(x)
+        return mx.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
+
+    def fuse(self) -> None:
+        """Join the three projections to one matrix, if they are stored alike."""
+        parts = [self[name] for name in ("q_proj", "k_proj", "v_proj") if name in self]
+        if len(parts) == 3 and (joined := _joined(parts)) is not None:
+            self.qkv_proj = joined
+            for name in ("q_proj", "k_proj", "v_proj"):
+                del self[name]
 
 
 class MLP(nn.Module):
@@ -192,6 +220,11 @@ class Qwen2(nn.Module):
         self.model = Qwen2Model(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def fuse(self) -> None:
+        """Join matrices that are always applied together. Parameters' names change with it."""
+        for layer in self.model.layers:
+            layer.self_attn.fuse()
 
     def __call__(self, batch: Batch, cache: KVCache) -> mx.array:
         """Write the batch's keys and values into `cache`; return its logits [rows, vocab]."""
