@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -98,8 +99,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._contents: dict[int, Content] = {}
         self._by_name: dict[bytes, int] = {}
-        # Candidates for a partial match, found by the prefix before them and their first token.
-        self._by_parent: dict[tuple[bytes, int], dict[int, None]] = {}
+        # Candidates for a partial match: (tokens, block) after each prefix, in order.
+        self._by_parent: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
 
     # Counts
 
@@ -235,19 +236,20 @@ class BlockPool:
 
     def _find_partial(self, parent: bytes, tokens: Sequence[int]) -> tuple[int | None, int]:
         best, length = None, 0
-        if tokens:
-            for block in self._by_parent.get((parent, tokens[0]), ()):
-                n = common_length(self._contents[block].tokens, tokens)
+        siblings = self._by_parent.get(parent)
+        if siblings and tokens:
+            # In lexical order nobody shares more with `tokens` than one of its neighbours does.
+            at = bisect_left(siblings, (tuple(tokens),))
+            for content, block in siblings[max(0, at - 1) : at + 1]:
+                n = common_length(content, tokens)
                 if n > length:
                     best, length = block, n
-                if length == len(tokens):
-                    break
         return best, length
 
     def _remember(self, block: int, content: Content) -> None:
         self._contents[block] = content
         if self.token_reuse:
-            self._by_parent.setdefault((content.parent, content.tokens[0]), {})[block] = None
+            insort(self._by_parent.setdefault(content.parent, []), (content.tokens, block))
 
     def _forget(self, block: int) -> None:
         content = self._contents.pop(block, None)
@@ -256,11 +258,10 @@ class BlockPool:
         if content.name is not None:
             del self._by_name[content.name]
         if self.token_reuse:
-            key = (content.parent, content.tokens[0])
-            siblings = self._by_parent[key]
-            del siblings[block]
+            siblings = self._by_parent[content.parent]
+            del siblings[bisect_left(siblings, (content.tokens, block))]
             if not siblings:
-                del self._by_parent[key]
+                del self._by_parent[content.parent]
 
     # Invariants
 
@@ -283,5 +284,6 @@ class BlockPool:
             if full:
                 assert content.name == name_of(content.parent, content.tokens)
         if self.token_reuse:
-            listed = {b for siblings in self._by_parent.values() for b in siblings}
-            assert listed == set(self._contents)
+            assert all(siblings == sorted(siblings) for siblings in self._by_parent.values())
+            listed = [(b, p, t) for p, siblings in self._by_parent.items() for t, b in siblings]
+            assert sorted(listed) == sorted((b, c[0], c[1]) for b, c in self._contents.items())

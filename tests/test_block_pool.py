@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -190,6 +191,27 @@ def test_clear_cache_forgets_used_and_cached_blocks() -> None:
     pool.check([used])
     release_all(pool, used)
     assert pool.num_free == 8
+
+
+def test_the_best_part_is_found_among_many() -> None:
+    """Prompts often begin alike: thousands of blocks may follow one prefix."""
+    rng = random.Random(5)
+    pool = BlockPool(20_000, 16)
+    contents = [[1, *(rng.randrange(12) for _ in range(15))] for _ in range(20_000)]
+    for tokens in contents:
+        pool.publish(pool.allocate(), ROOT, tokens)
+    queries = [
+        [*rng.choice(contents)[:5], *(rng.randrange(12) for _ in range(12))] for _ in range(200)
+    ]
+    start = time.perf_counter()
+    matches = [pool.match(ROOT, tokens, []) for tokens in queries]
+    assert time.perf_counter() - start < 1  # looking at each takes ten times as long
+    for tokens, match in list(zip(queries, matches, strict=True))[:5]:
+        assert match.partial_tokens == max(common_length(c, tokens[:16]) for c in contents)
+        assert match.partial_block is not None
+        found = contents[match.partial_block]
+        assert common_length(found, tokens) == match.partial_tokens
+    pool.check([list(range(20_000))])
 
 
 def test_match_statistics() -> None:
