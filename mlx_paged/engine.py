@@ -167,6 +167,8 @@ class Engine:
         }
         self.block_bytes = KVCache.block_bytes(**geometry)
         blocks = _pool_blocks(self.block_bytes, memory_limit, num_blocks)
+        if num_blocks is None:
+            blocks = min(blocks, KVCache.most_blocks(**geometry))
         self.model = model
         self.tokenizer = tokenizer
         self.pool = BlockPool(blocks, block_size, prefix_caching, token_reuse)
@@ -448,7 +450,13 @@ class Engine:
             request = self._requests.get(seq.age[0])
             if request is None:
                 continue  # it ended with an error of another row in this step
-            outputs = request.take(seq, sampled, first, self.scheduler)
+            try:
+                outputs = request.take(seq, sampled, first, self.scheduler)
+            except Exception as error:  # of the tokenizer, at the end of a beam search
+                request.cancel(self.scheduler)
+                outputs = [
+                    Output(request.request_id, 0, None, finish_reason="error", error=error)
+                ]
             self._tokens_generated += sum(output.num_tokens for output in outputs)
             self._outputs += outputs
             if not request.sequences:

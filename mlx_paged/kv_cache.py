@@ -48,10 +48,11 @@ class KVCache:
         self.shape = (num_blocks, num_kv_heads, block_size, head_dim)
         self.dtype = dtype
         self.num_layers = num_layers
-        if num_blocks * num_kv_heads * block_size * head_dim >= 2**31:
+        most = self.most_blocks(num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim)
+        if num_blocks > most:
             raise ValueError(
                 f"num_blocks {num_blocks} makes a layer's array of 2**31 elements or more; "
-                f"at most {(2**31 - 1) // (num_kv_heads * block_size * head_dim)} blocks fit"
+                f"at most {most} blocks fit"
             )
         self.keys: list[mx.array] = []
         self.values: list[mx.array] = []
@@ -66,6 +67,11 @@ class KVCache:
     def adopt(self, keys: list[mx.array], values: list[mx.array]) -> None:
         """Go on with the arrays that a step has written, and let go of those before."""
         self.keys, self.values = keys, values
+
+    @staticmethod
+    def most_blocks(*, num_kv_heads: int, block_size: int, head_dim: int, **_: object) -> int:
+        """Blocks of which a layer's array stays under 2**31 elements, MLX's limit."""
+        return (2**31 - 1) // (num_kv_heads * block_size * head_dim)
 
     @staticmethod
     def block_bytes(

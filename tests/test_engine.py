@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +14,8 @@ import pytest
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged import engine as engine_module
+from mlx_paged.beam import BeamParams
+from mlx_paged.kv_cache import KVCache
 from tests.models import config, greedy, random_model
 
 VOCAB = 128
@@ -55,7 +57,16 @@ def collect(engine: Engine, tokens: Tokens) -> None:
     for output in engine.step():
         assert output.token is not None, output.error
         tokens.setdefault((output.request_id, output.index), []).append(output.token)
+    check(engine)
+
+
+def check(engine: Engine) -> None:
+    """All invariants, and that requests and scheduler know the same sequences."""
     engine.check()
+    scheduler = engine.scheduler
+    held = {id(seq) for request in engine._requests.values() for seq in request.sequences}
+    assert held == {id(seq) for seq in (*scheduler.running, *scheduler.waiting)}
+    assert all(seq.num_uncomputed >= 1 for seq in scheduler.running)
 
 
 def run(engine: Engine, between: Callable[[], None] = lambda: None) -> Tokens:
@@ -569,6 +580,15 @@ def test_a_failure_after_which_the_arrays_are_lost(
         assert tokens[number, 0] + later[number, 0] == world.answer(prompt, 9)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("place", ["schedule", "commit", "copy_blocks", "take"])
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_signal_anywhere_in_a_step(
@@ -628,6 +648,31 @@ def test_a_failing_tokenizer_ends_its_sample(world: World) -> None:
     errors = [o for o in outputs if o.error is not None]
     assert [(o.request_id, o.finish_reason) for o in errors] == [(first, "error")]
     assert [o.token for o in outputs if o.request_id == second] == world.answer(prompt_of(9), 5)
+
+
+def test_a_failing_tokenizer_ends_its_beam_search(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = world.engine()
+
+    def decode(tokens: list[int]) -> str:
+        raise UnicodeError("not tokens of mine")
+
+    monkeypatch.setattr(engine, "_decode", decode)
+    bad = engine.add_beam_search(prompt_of(6), BeamParams(width=2, max_tokens=3))
+    (good,) = ask(engine, [prompt_of(9)], 5)
+    outputs = []
+    for _ in range(100):
+        if not engine.has_work:
+            break
+        outputs += engine.step()
+        engine.check()
+    check_empty(engine)
+    assert not engine.has_work
+    (error,) = (o for o in outputs if o.request_id == bad)
+    assert error.finish_reason == "error"
+    assert isinstance(error.error, UnicodeError)
+    assert [o.token for o in outputs if o.request_id == good] == world.answer(prompt_of(9), 5)
 
 
 def test_step_and_cancel_inside_a_step_are_refused(world: World) -> None:
@@ -784,6 +829,26 @@ def test_engine_options_that_are_refused(world: World, name: str, value: Any, ma
     options = {name: value} | ({"num_blocks": None} if name == "memory_limit" else {})
     with pytest.raises(ValueError, match=match):
         world.engine(**options)
+
+
+@pytest.mark.parametrize("bytes_free", [10**9, 10**12])
+def test_the_default_on_a_mac_is_a_share_of_what_it_recommends(
+    world: World, bytes_free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": bytes_free})
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 10**8)
+    made: dict[str, Any] = {}
+
+    class Small(KVCache):
+        def __init__(self, *, num_blocks: int, **geometry: Any) -> None:
+            made["blocks"] = num_blocks
+            super().__init__(num_blocks=10, **geometry)
+
+    monkeypatch.setattr(engine_module, "KVCache", Small)
+    Engine(world.model, block_size=4, backend="reference")
+    most = (2**31 - 1) // (2 * 4 * 16)  # of a layer's array, in blocks
+    assert made["blocks"] == min(int(0.8 * (bytes_free - 10**8)) // 2048, most)
 
 
 def test_two_limits_and_unknown_arguments_are_refused(world: World) -> None:
