@@ -29,6 +29,11 @@ def test_timed_as_on_a_mac(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(kernel, "BLOCK_SIZES", (4, 16))
+    works = {
+        "unequal": kernel.Workload([9, 33]),
+        "shared": kernel.Workload([40] * 3, shared=32),
+    }
+    monkeypatch.setattr(kernel, "workloads", lambda *_: works)
     machine = kernel.Machine(kernel_factory(mode="fast"), Clock(), calls=2, repeats=2, gpu_cores=1)
     rows, others = kernel.benchmark(machine, rows=2, tokens=20, longest=64)
     figures = kernel.report(rows, others, "a test")

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -81,6 +82,8 @@ def clang() -> str | None:
 
 def missing_clang() -> str | None:
     """None if kernels can be compiled, else one line that says what to install."""
+    if sys.platform != "linux":
+        return "the Metal kernels run on a CPU only on Linux"
     if clang() and shutil.which("addr2line"):
         return None
     return (
@@ -96,7 +99,7 @@ def cache_folder() -> Path:
         f"metal-on-cpu-{os.getuid()}"
     )
     folder = Path(root)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
 
