@@ -48,7 +48,8 @@ class Crowd(Ours):
 class CrowdedBatch(Batch):
     """All requests in one batch from the first step on."""
 
-    about = "one batch"
+    name = "mlx-lm, one batch"
+    about = "BatchGenerator, all in one batch"
 
     def run(self, workload: Workload, settings: Settings, recorder: Recorder) -> None:
         """Serve; the recorder stops it when its caches are over the budget."""

@@ -19,17 +19,19 @@ class Contender(ABC):
     Attributes:
         name: in tables and JSON.
         about: how it serves them.
+        tuned: whether it is there to be tried with many settings.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
+    tuned: ClassVar[bool] = False
 
     def __init__(self, models: Models, options: Settings) -> None:
         self.models = models
         self.options = options
 
     def candidates(self, workload: Workload) -> list[Settings]:
-        """Settings worth trying; the first are the defaults of whoever made it."""
+        """Settings worth trying, those first that are likely to be fast."""
         return [{}]
 
     def budget(self, workload: Workload) -> int | None:

@@ -14,8 +14,13 @@ from scripts.benchmark.contender import Contender, Settings
 from scripts.benchmark.recording import Recorder
 from scripts.benchmark.workloads import Tokens, Workload
 
-# BatchGenerator's own.
-DEFAULTS = {"completion_batch_size": 32, "prefill_batch_size": 8, "prefill_step_size": 2048}
+STEPS = (64, 128, 512, 2048)
+MOST_PADDED = 2**14
+DEFAULTS = {  # BatchGenerator's own
+    "completion_batch_size": 32,
+    "prefill_batch_size": 8,
+    "prefill_step_size": 2048,
+}
 
 
 class Stream(Contender):
@@ -70,28 +75,14 @@ class PromptCache(Stream):
 
 
 class Batch(Contender):
-    """All requests in one BatchGenerator, as `batch_generate` has them."""
+    """All requests in one BatchGenerator, as `batch_generate` has them, with its own defaults."""
 
-    name = "mlx-lm"
-    about = "batch_generate"
+    name = "mlx-lm, defaults"
+    about = "batch_generate with its defaults"
 
     def candidates(self, workload: Workload) -> list[Settings]:
-        """Its defaults; all in one batch; smaller batches; smaller steps of long prompts."""
-        rows = workload.streams
-        longest = max(workload.lengths)
-        steps = [step for step in (2048, 512, 128) if step < longest] or [2048]
-        found: list[Settings] = [DEFAULTS]
-        for completion in sorted({rows, *(b for b in (32, 16, 8) if b < rows)}, reverse=True):
-            for prefill in sorted({min(8, completion), completion}):
-                for step in steps:
-                    found.append(
-                        {
-                            "completion_batch_size": completion,
-                            "prefill_batch_size": prefill,
-                            "prefill_step_size": step,
-                        }
-                    )
-        return _distinct(found)
+        """The defaults."""
+        return [DEFAULTS]
 
     def run(self, workload: Workload, settings: Settings, recorder: Recorder) -> None:
         """Insert all, take tokens until there are none."""
@@ -126,6 +117,38 @@ class Batch(Contender):
             prompt = len(workload.requests[0].prompt)
             live -= sum(sorted(min(n, prompt) for n in lengths)[:-1])
         return held, live * self.models.bytes_per_token
+
+
+class TunedBatch(Batch):
+    """The same, with the settings that are fastest for this very workload."""
+
+    name = "mlx-lm, tuned"
+    about = "batch_generate with the fastest settings that were found"
+    tuned = True
+
+    def candidates(self, workload: Workload) -> list[Settings]:
+        """All in one batch; smaller batches; smaller steps of long prompts; the defaults.
+
+        Small steps are the better the more the prompts differ: short ones then go on to decode,
+        unpadded, while long ones are still computed. Steps that pad prompts to more than
+        `MOST_PADDED` tokens are left out, as they only take long.
+        """
+        rows = workload.streams
+        shortest, longest = min(workload.lengths), max(workload.lengths)
+        steps = [step for step in STEPS if step < longest] or [STEPS[-1]]
+        found: list[Settings] = []
+        for completion in sorted({rows, *(b for b in (32, 16, 8) if b < rows)}, reverse=True):
+            for prefill in sorted({min(8, completion), completion}, reverse=True):
+                for step in steps:
+                    settings = {
+                        "completion_batch_size": completion,
+                        "prefill_batch_size": prefill,
+                        "prefill_step_size": step,
+                    }
+                    padded = prefill * min(step, longest)
+                    if settings not in found and (shortest == longest or padded <= MOST_PADDED):
+                        found.append(settings)
+        return found if DEFAULTS in found else [*found, DEFAULTS]
 
 
 class LimitedBatch(Batch):
@@ -207,11 +230,3 @@ def nbytes(*caches: Iterable[Any]) -> int:
     """Bytes of all layers of all caches, each counted once."""
     layers = {id(layer): layer.nbytes for cache in caches for layer in cache}
     return sum(layers.values())
-
-
-def _distinct(settings: list[Settings]) -> list[Settings]:
-    found: list[Settings] = []
-    for one in settings:
-        if one not in found:
-            found.append(one)
-    return found

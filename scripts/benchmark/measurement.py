@@ -11,7 +11,14 @@ import mlx.core as mx
 
 from scripts.benchmark import agreement, capacity, processes, statistics
 from scripts.benchmark.contender import Contender, Settings
-from scripts.benchmark.contiguous import Batch, CopiedCaches, LimitedBatch, PromptCache, Stream
+from scripts.benchmark.contiguous import (
+    Batch,
+    CopiedCaches,
+    LimitedBatch,
+    PromptCache,
+    Stream,
+    TunedBatch,
+)
 from scripts.benchmark.models import Models, ModelSpec
 from scripts.benchmark.ours import Ours
 from scripts.benchmark.recording import OverBudgetError, Recorder, TooSlowError
@@ -20,10 +27,10 @@ from scripts.benchmark.workloads import Context, Prompts, Sizes, Workload
 # Who meets ours, by workload.
 RIVALS: dict[str, tuple[type[Contender], ...]] = {
     "single": (Stream,),
-    "uniform": (Batch,),
-    "skewed": (Batch,),
-    "mixed": (Batch, LimitedBatch),
-    "samples": (Batch, CopiedCaches),
+    "uniform": (Batch, TunedBatch),
+    "skewed": (Batch, TunedBatch),
+    "mixed": (Batch, TunedBatch, LimitedBatch),
+    "samples": (Batch, TunedBatch, CopiedCaches),
     "chat": (PromptCache,),
 }
 CROWDS: tuple[type[capacity.CrowdedBatch] | type[capacity.InTurns], ...] = (
@@ -42,7 +49,7 @@ class Options:
     Attributes:
         model: which.
         repeat: repetitions of each side.
-        tune: whether mlx-lm's settings are tried; else its defaults are used.
+        tune: whether mlx-lm's best settings are looked for, too.
         memory: whether every side also runs in a process of its own.
         engine: arguments of `Engine`.
         data: request lengths.
@@ -89,13 +96,15 @@ class Bench:
 
     def _speed(self, sizes: Sizes, result: dict[str, Any]) -> None:
         ours = Ours(self.models, self.options.engine)
-        rivals = [kind(self.models, {}) for kind in RIVALS[sizes.name]]
+        kinds = [kind for kind in RIVALS[sizes.name] if self.options.tune or not kind.tuned]
+        rivals = [kind(self.models, {}) for kind in kinds]
         sides: list[Contender] = [ours, *rivals]
         runs = {side.name: Runs(side) for side in sides}
         try:
             warm = sizes.build(self.context, self.options.seed + WARM_UP)
+            known: dict[Any, float] = {}
             for side in sides:
-                self._tune(runs[side.name], warm)
+                self._tune(runs[side.name], warm, known)
             usable = [side for side in sides if runs[side.name].settings is not None]
             for repetition in range(self.options.repeat):
                 workload = sizes.build(self.context, self.options.seed + repetition)
@@ -111,35 +120,33 @@ class Bench:
                 self._memory(runs[side.name], sizes)
                 result.update(summarise(sizes.name, runs))
 
-    def _tune(self, runs: Runs, workload: Workload) -> None:
-        """Warm up, and find the fastest settings. The first of them are the defaults."""
+    def _tune(self, runs: Runs, workload: Workload, known: dict[Any, float]) -> None:
+        """Warm up, and find the fastest settings.
+
+        Args:
+            known: seconds of what other sides have tried, by how they run and their settings.
+        """
         side = runs.side
         budget = side.budget(workload)
-        candidates = side.candidates(workload)
-        if not self.options.tune and budget is None:
-            candidates = candidates[:1]
-        best: float | None = None
-        for settings in candidates:
-            self.told(f"{workload.name} {side.name}: trying settings")
-            side.prepare(workload, settings)
-            recorder = Recorder(workload.streams, deadline=best, budget=budget)
-            tried: dict[str, Any] = {
-                "settings": dict(settings),
-                "seconds": None,
-                "kv_held_bytes": None,
-            }
+        for settings in side.candidates(workload):
+            key = (type(side).run, tuple(settings.items()))
+            tried: dict[str, Any] = {"settings": dict(settings), "seconds": None}
             runs.tried.append(tried)
-            try:
+            seconds = known.get(key) if budget is None else None
+            if seconds is None:
+                self.told(f"{workload.name} {side.name}: trying settings")
+                recorder = Recorder(workload.streams, deadline=runs.fastest, budget=budget)
+                side.prepare(workload, settings)
                 _settle()
-                side.run(workload, settings, recorder)
-            except (TooSlowError, OverBudgetError) as over:
-                tried["stopped"] = "slow" if isinstance(over, TooSlowError) else "memory"
-                continue
-            tried["seconds"] = recorder.seconds
-            if budget is not None:
-                tried["kv_held_bytes"] = recorder.held
-            if best is None or recorder.seconds < best:
-                best, runs.settings = recorder.seconds, settings
+                try:
+                    side.run(workload, settings, recorder)
+                except (TooSlowError, OverBudgetError) as over:
+                    tried["stopped"] = "slow" if isinstance(over, TooSlowError) else "memory"
+                    continue
+                seconds = known[key] = recorder.seconds
+            tried["seconds"] = seconds
+            if runs.fastest is None or seconds < runs.fastest:
+                runs.fastest, runs.settings = seconds, settings
 
     def _time(self, runs: Runs, workload: Workload) -> Recorder:
         side = runs.side
@@ -206,6 +213,7 @@ class Runs:
 
     side: Contender
     settings: Settings | None = None
+    fastest: float | None = None  # seconds, of the settings tried
     tried: list[dict[str, Any]] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
     agreement: list[dict[str, Any]] = field(default_factory=list)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +68,13 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
     models = load_models(ModelSpec(**request["model"]))
     kind = next(kind for kind in KINDS if kind.name == request["workload"])
     workload = kind(**request["sizes"]).build(context(models, request["data"]), request["seed"])
+    if request["side"] == "Ours":
+        # The engine joins matrices; mlx-lm's model would keep the parts alive.
+        models = replace(models, theirs=None)
     contender = getattr(ours if request["side"] == "Ours" else contiguous, request["side"])
     side = contender(models, request["engine"] if request["side"] == "Ours" else {})
     recorder = Recorder(workload.streams, watch=True)
+    weight_bytes = models.weight_bytes
     mx.clear_cache()
     machine.reset_peak()
     side.prepare(workload, request["settings"])
@@ -78,7 +82,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "peak_bytes": mx.get_peak_memory(),
         "rss_bytes": machine.peak_rss(),
-        "weight_bytes": models.weight_bytes,
+        "weight_bytes": weight_bytes,
         "kv_reserved_bytes": recorder.reserved,
         "kv_held_bytes": recorder.held,
         "kv_live_bytes": recorder.live,

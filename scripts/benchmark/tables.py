@@ -105,7 +105,7 @@ def memory_table(workloads: Mapping[str, Any]) -> str:
 
 
 def notes(workloads: Mapping[str, Any]) -> list[str]:
-    """Settings of mlx-lm, what its defaults give, and what is missing."""
+    """Settings of mlx-lm, and what is missing."""
     found = []
     for name, result in workloads.items():
         if "skipped" in result:
@@ -120,18 +120,10 @@ def notes(workloads: Mapping[str, Any]) -> list[str]:
                 continue
             settings = " ".join(f"{k}={v}" for k, v in figures["settings"].items())
             line = f"{name}, {side}: {settings}"
-            first = figures["tried"][0]["seconds"]
-            best = min(one["seconds"] for one in figures["tried"] if one["seconds"])
             if len(figures["tried"]) > 1:
                 line += f", the fastest of {len(figures['tried'])} settings"
-                if first is not None and best < first:
-                    line += f", {first / best:.2f} times its first ({_settings(figures)})"
             found.append(line)
     return found
-
-
-def _settings(figures: Mapping[str, Any]) -> str:
-    return ", ".join(str(value) for value in figures["tried"][0]["settings"].values())
 
 
 def _agreement(found: Mapping[str, Any]) -> str:
