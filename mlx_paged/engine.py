@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -94,7 +95,8 @@ class _Step:
 
 def _signature(schedule: Schedule, ahead: int = 0) -> list[tuple[int, ...]]:
     """What a step is made from; `ahead` tokens later, where only these numbers change."""
-    return [(*seq.age, seq.table_version, seq.num_computed + ahead, n) for seq, n in schedule.rows]
+    rows = [(*seq.age, seq.table_version, seq.num_computed + ahead, n) for seq, n in schedule.rows]
+    return [(get_ident(),), *rows]  # a graph is computed by the thread that built it
 
 
 class Engine:
@@ -386,6 +388,7 @@ class Engine:
             if self._can_foresee(schedule, step):
                 step.pending.launch()
                 self._foreseen = self._foresee(schedule, step)
+                mx.eval(self.cache.keys, self.cache.values)  # for any thread to use
             sampled = step.pending.collect()
         with uninterrupted(firm=True):
             self._update(schedule, step.due, sampled)

@@ -36,13 +36,12 @@ class ModelRunner:
     go in as arguments and come out as results, which keeps their updates in place.
 
     Args:
-        model: the model, whose query, key and value matrices are joined; `reset` if its weights
-            change.
+        model: the model; `reset` if its weights change.
         enabled: whether to compile at all.
     """
 
     def __init__(self, model: Qwen2, *, enabled: bool) -> None:
-        model.fuse()
+        model.join()
         self.model = model
         self.enabled = enabled
         self._last: tuple[Any, ...] = ()
@@ -51,6 +50,7 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Forget all compiled steps."""
+        self.model.join()
         self._last = ()
         self._compiled.clear()
 

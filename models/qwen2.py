@@ -82,20 +82,41 @@ class Norm(nn.Module):
         return self._compiled(x, self.weight)
 
 
-def _joined(parts: list[nn.Module]) -> nn.Module | None:
-    """One layer with the outputs of several, side by side; None if their storage differs."""
-    first = parts[0]
-    kinds = {
-        (type(part), *(getattr(part, name, None) for name in ("group_size", "bits", "mode")))
-        for part in parts
-    }
-    if len(kinds) > 1 or not isinstance(first, nn.Linear | nn.QuantizedLinear):
-        return None
-    joined = copy(first)
-    for name in first.parameters():
-        joined[name] = mx.concatenate([part[name] for part in parts])
-    mx.eval(joined.parameters())
-    return joined
+class Joined:
+    """One layer with the outputs of several, side by side.
+
+    The parts keep their names and become views of the joined arrays, so nothing is stored twice.
+
+    Args:
+        parts: linear layers, quantized alike or not at all.
+    """
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self.layer = copy(parts[0])
+        self._views: list[tuple[nn.Module, str, mx.array]] = []
+        for name in parts[0].parameters():
+            self.layer[name] = mx.concatenate([part[name] for part in parts])
+            start = 0
+            for part in parts:
+                end = start + part[name].shape[0]
+                part[name] = self.layer[name][start:end]
+                self._views.append((part, name, part[name]))
+                start = end
+        mx.eval(self.layer.parameters(), [view for *_, view in self._views])
+
+    @staticmethod
+    def fits(parts: list[nn.Module]) -> bool:
+        """Whether layers are of one kind."""
+        kinds = {
+            (type(part), *(getattr(part, name, None) for name in ("group_size", "bits", "mode")))
+            for part in parts
+        }
+        return len(kinds) == 1 and isinstance(parts[0], nn.Linear | nn.QuantizedLinear)
+
+    @property
+    def current(self) -> bool:
+        """Whether the parts still are what was joined."""
+        return all(part[name] is view for part, name, view in self._views)
 
 
 class Attention(nn.Module):
@@ -113,6 +134,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=True)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden, bias=False)
         self._rotary = Rotary(self.head_dim, config.rope_theta)
+        self._joined: Joined | None = None
 
     def __call__(
         self,
@@ -134,17 +156,15 @@ class Attention(nn.Module):
 
     def _project(self, x: mx.array) -> mx.array:
         """Queries, keys and values side by side."""
-        if "qkv_proj" in self:
-            return self.qkv_proj(x)
+        if self._joined is not None and self._joined.current:
+            return self._joined.layer(x)
         return mx.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
 
-    def fuse(self) -> None:
-        """Join the three projections to one matrix, if they are stored alike."""
-        parts = [self[name] for name in ("q_proj", "k_proj", "v_proj") if name in self]
-        if len(parts) == 3 and (joined := _joined(parts)) is not None:
-            self.qkv_proj = joined
-            for name in ("q_proj", "k_proj", "v_proj"):
-                del self[name]
+    def join(self) -> None:
+        """Do the three projections as one, if they are stored alike."""
+        parts = [self.q_proj, self.k_proj, self.v_proj]
+        if Joined.fits(parts) and not (self._joined is not None and self._joined.current):
+            self._joined = Joined(parts)
 
 
 class MLP(nn.Module):
@@ -221,10 +241,10 @@ class Qwen2(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def fuse(self) -> None:
-        """Join matrices that are always applied together. Parameters' names change with it."""
+    def join(self) -> None:
+        """Apply matrices as one that are always applied together; parameters stay as they are."""
         for layer in self.model.layers:
-            layer.self_attn.fuse()
+            layer.self_attn.join()
 
     def __call__(self, batch: Batch, cache: KVCache) -> mx.array:
         """Write the batch's keys and values into `cache`; return its logits [rows, vocab]."""
