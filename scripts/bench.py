@@ -103,7 +103,8 @@ def make_arguments() -> argparse.ArgumentParser:
         metavar="W.S=N",
         help="set size S of workload W; may be repeated. In full: "
         + "; ".join(_sizes_line(one) for one in PRESETS["full"])
-        + ". room is in tokens; memory, in bytes such as 64MiB, overrides it if not 0",
+        + ". room is in tokens; memory, in bytes such as 64MiB, overrides it if not 0; with "
+        "whole=1 these are the bytes of all but the weights, not of keys and values only",
     )
     sizes.add_argument("--data", default="sharegpt", metavar="SOURCE", help="see scripts.data")
     sizes.add_argument("--seed", type=int, default=0, help="of prompts and weights (0)")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from scripts import bench
@@ -252,6 +253,21 @@ def test_capacity_is_what_runs(models: Models) -> None:
     assert turns["requests"] == 1  # 256 tokens each
     assert turns["tokens"] == ours["tokens"][:1]
     assert capacity.measure(capacity.CrowdedBatch(models, {}), workload)["requests"] == 1
+
+
+def test_capacity_of_all_memory(models: Models) -> None:
+    """Working memory counts, too: fewer fit, and all of it stays within the bytes."""
+    requests = tuple(Request([7, n], 30) for n in range(40))
+    limit = 40 * 16 * models.bytes_per_token
+    workload = Workload("capacity", requests, memory=limit, whole=True)
+    mx.clear_cache()
+    base = mx.get_active_memory()
+    ours = capacity.measure(capacity.Crowd(models, {}), workload)
+    assert 0 < ours["requests"] < 20
+    assert ours["peak_bytes"] - base <= limit
+    theirs = capacity.measure(capacity.CrowdedBatch(models, {}), workload)
+    assert theirs["requests"] < ours["requests"]
+    assert theirs["tokens"] == ours["tokens"][: theirs["requests"]]
 
 
 # Figures

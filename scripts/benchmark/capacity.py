@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,31 +14,64 @@ from mlx_paged.engine import Engine
 from mlx_paged.scheduler import Schedule
 from scripts.benchmark.contender import Settings
 from scripts.benchmark.contiguous import Batch, Stream, nbytes, stream
+from scripts.benchmark.models import Models
 from scripts.benchmark.ours import Ours, add, serve, tell
 from scripts.benchmark.recording import OverBudgetError, Recorder
 from scripts.benchmark.workloads import Workload
 
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the memory, tried for the pool
 CLOSE = 0.03  # how near the largest number that fits is found
 
 
 class Crowd(Ours):
-    """All requests from the first step on; over when one would have to wait or to give way."""
+    """All requests together; over when one would have to wait for memory, or to give way."""
+
+    def __init__(self, models: Models, options: Settings) -> None:
+        super().__init__(models, options)
+        self._share = 0  # in SHARES, of the last pool that did
 
     def run(self, workload: Workload, settings: Settings, recorder: Recorder) -> None:
-        """Serve, or stop where the pool runs out."""
-        prompts = sum(workload.lengths)
+        """Serve, or stop where the pool runs out.
+
+        If all memory is limited, the pool gets the largest share of it that leaves enough for the
+        rest.
+        """
+        if not workload.whole:
+            # All prompts in the first step, so that nobody is gone before the last one comes.
+            self._serve(workload, recorder, max(512, sum(workload.lengths)), 1.0)
+            return
+        while True:
+            try:
+                self._serve(workload, recorder, None, SHARES[self._share])
+                return
+            except OverBudgetError:
+                if self._share + 1 == len(SHARES):
+                    self._share = 0
+                    raise
+                self._share += 1
+            recorder.clear()
+            mx.clear_cache()
+            mx.reset_peak_memory()
+
+    def _serve(
+        self, workload: Workload, recorder: Recorder, step: int | None, share: float
+    ) -> None:
+        assert workload.memory is not None
         rows = len(workload.requests)
+        options: dict[str, Any] = {} if step is None else {"max_batched_tokens": max(rows, step)}
 
         def observe(engine: Engine, schedule: Schedule, _: Any) -> None:
-            if engine.scheduler.waiting or schedule.preempted:
+            budget = engine.scheduler.max_batched_tokens
+            waits = engine.scheduler.waiting and schedule.num_tokens < budget
+            if waits or schedule.preempted:
                 raise OverBudgetError
 
         engine = self.engine(
-            workload,
+            replace(workload, memory=int(workload.memory * share)),
             max_num_seqs=rows,
-            max_batched_tokens=max(512, rows, prompts),
             prefix_caching=False,  # else a prompt may wait for another that begins like it
             observer=observe,
+            **options,
         )
         recorder.begin()
         streams = {add(engine, r.prompt, r.new): i for i, r in enumerate(workload.requests)}
@@ -46,19 +80,23 @@ class Crowd(Ours):
 
 
 class CrowdedBatch(Batch):
-    """All requests in one batch from the first step on."""
+    """All requests in one batch, from the first step on if only keys and values are limited.
+
+    If all memory is, prompts are computed a few at a time and in small steps, as that takes least.
+    """
 
     name = "mlx-lm, one batch"
     about = "BatchGenerator, all in one batch"
 
     def run(self, workload: Workload, settings: Settings, recorder: Recorder) -> None:
-        """Serve; the recorder stops it when its caches are over the budget."""
+        """Serve; the recorder stops it when it is over the budget."""
         rows = len(workload.requests)
-        super().run(
-            workload,
-            {"completion_batch_size": rows, "prefill_batch_size": rows, "prefill_step_size": 512},
-            recorder,
-        )
+        settings = {
+            "completion_batch_size": rows,
+            "prefill_batch_size": min(4, rows) if workload.whole else rows,
+            "prefill_step_size": 64 if workload.whole else 512,
+        }
+        super().run(workload, settings, recorder)
 
 
 class InTurns(Stream):
@@ -125,10 +163,11 @@ def measure(
     def fits(count: int) -> bool:
         told(f"capacity {side.name}: {count}")
         part = replace(workload, requests=workload.requests[:count])
-        recorder = Recorder(count, budget=workload.memory)
         mx.synchronize()
+        gc.collect()
         mx.clear_cache()
         mx.reset_peak_memory()
+        recorder = Recorder(count, budget=workload.memory, whole=workload.whole)
         try:
             side.run(part, {}, recorder)
         except OverBudgetError:

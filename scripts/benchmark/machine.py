@@ -22,6 +22,7 @@ def describe() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if _LINUX else os.cpu_count(),
+        "cores_of_machine": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": str(mx.default_device()),
         "blas": blas(),

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from scripts.benchmark.workloads import Workload
@@ -27,6 +28,7 @@ class Recorder:
         watch: whether the contender also tells what memory it holds, which takes time.
         deadline: seconds after which the run is given up.
         budget: bytes of keys and values over which it is given up.
+        whole: whether the budget is for MLX's peak, above what it has now, instead.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Recorder:
         watch: bool = False,
         deadline: float | None = None,
         budget: int | None = None,
+        whole: bool = False,
     ) -> None:
         self.watch = watch or budget is not None
         self.tokens: list[list[int]] = [[] for _ in range(streams)]
@@ -44,7 +47,15 @@ class Recorder:
         self.held = self.live = self.reserved = 0
         self._deadline = deadline
         self._budget = budget
+        self._base = mx.get_active_memory() if whole else None
         self._origin = perf_counter()
+
+    def clear(self) -> None:
+        """Forget the tokens: the run starts again."""
+        for lists in (self.tokens, self.times):
+            for one in lists:
+                one.clear()
+        self.held = self.live = self.reserved = 0
 
     def begin(self) -> None:
         """The clock starts."""
@@ -81,8 +92,10 @@ class Recorder:
         if (held, live) > (self.held, self.live):
             self.held, self.live = held, live
         self.reserved = max(self.reserved, held if reserved is None else reserved)
-        if self._budget is not None and held > self._budget:
-            raise OverBudgetError
+        if self._budget is not None:
+            spent = held if self._base is None else mx.get_peak_memory() - self._base
+            if spent > self._budget:
+                raise OverBudgetError
 
     @property
     def seconds(self) -> float:

@@ -21,7 +21,8 @@ def head(figures: Mapping[str, Any]) -> str:
             f"{model['heads']}/{model['kv_heads']} heads, vocabulary {model['vocab']:,}, "
             f"{model['dtype']}, {model['weight_bytes'] / MIB:,.0f} MiB; "
             f"{model['bytes_per_token']:,} bytes of keys and values per token",
-            f"machine  {machine['processor']}, {machine['cores']} cores, {machine['system']}, "
+            f"machine  {machine['processor']}, {machine['cores']} of "
+            f"{machine['cores_of_machine']} cores, {machine['system']}, "
             f"{machine['device']}, BLAS: {machine['blas']}{threads}; "
             f"load average {figures['load_average']}",
             f"versions Python {machine['python']}, {versions}",

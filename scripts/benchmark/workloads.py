@@ -46,12 +46,14 @@ class Workload:
     Attributes:
         samples: answers to each request.
         memory: bytes that keys and values may take, where the workload limits them.
+        whole: whether these are the bytes of all that is not weights, working memory included.
     """
 
     name: str
     requests: tuple[Request, ...]
     samples: int = 1
     memory: int | None = None
+    whole: bool = False
     sequential: bool = False
 
     @property
@@ -113,7 +115,7 @@ class Prompts:
                         other=rng.choice(_PLACES),
                         n=rng.randrange(2, 60),
                     )
-                    for _ in range(1000)
+                    for _ in range(20)
                 ]
                 self._corpus += tokenizer.encode(" ".join(lines))
 
@@ -143,7 +145,7 @@ class Sizes:
 
     name: ClassVar[str]
     about: ClassVar[str]
-    zero: ClassVar[frozenset[str]] = frozenset({"memory"})  # sizes that may be 0
+    zero: ClassVar[frozenset[str]] = frozenset({"memory", "whole"})  # sizes that may be 0
 
     def build(self, context: Context, seed: int) -> Workload:
         """The workload, with prompts of its own for every seed."""
@@ -292,6 +294,7 @@ class Capacity(Sizes):
     scale: float = 1.0
     room: int = 16384
     memory: int = 0
+    whole: int = 0  # 1: the bytes are for all but the weights, not for keys and values only
 
     def build(self, context: Context, seed: int) -> Workload:
         rng = random.Random(f"capacity {seed}")
@@ -299,6 +302,7 @@ class Capacity(Sizes):
             self.name,
             real_requests(context, rng, self.requests, self.scale),
             memory=self.memory or self.room * context.bytes_per_token,
+            whole=bool(self.whole),
         )
 
 
