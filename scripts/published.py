@@ -65,3 +65,8 @@ KWON_IN_FLIGHT = {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged": 30.42}
 KWON_RATE = {"max": (2.7, 8.0), "oracle": (1.7, 2.7)}
 # Section 6.2: mean lengths of its ShareGPT requests, in tokens.
 KWON_LENGTHS = {"prompt": 161.31, "answer": 337.99}
+# Section 6.3: blocks saved by sharing, in percent of those without, from 2 to 6 samples or beams.
+KWON_SHARING: dict[str, dict[str, dict[int, float]]] = {
+    "alpaca": {"samples": {2: 6.1, 6: 9.8}, "beams": {2: 37.6, 6: 55.2}},
+    "sharegpt": {"samples": {2: 16.2, 6: 30.5}, "beams": {2: 44.3, 6: 66.3}},
+}
