@@ -87,11 +87,11 @@ class BatchBuilder:
         size = self.block_size
         counts = np.array([n for _, n in rows], np.int32)
         ends = np.array([seq.num_computed for seq, _ in rows], np.int32) + counts
-        ids, positions, blocks = self._packed(rows)
+        tokens, positions, blocks = self._packed(rows)
         last = np.cumsum(counts) - 1
-        everything = wanted == list(range(len(ids)))  # not so for n samples of n tokens
+        everything = wanted == list(range(len(tokens)))  # not so for n samples of n tokens
         return Batch(
-            input_ids=mx.array(ids),
+            input_ids=mx.array(tokens),
             positions=mx.array(positions),
             slots=Slots(
                 mx.array(blocks[:, None]), self._heads, mx.array((positions % size)[:, None])

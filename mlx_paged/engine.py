@@ -457,9 +457,7 @@ class Engine:
                 outputs = request.take(seq, sampled, first, self.scheduler)
             except Exception as error:  # of the tokenizer, at the end of a beam search
                 request.cancel(self.scheduler)
-                outputs = [
-                    Output(request.request_id, 0, None, finish_reason="error", error=error)
-                ]
+                outputs = [Output(request.request_id, 0, None, finish_reason="error", error=error)]
             self._tokens_generated += sum(output.num_tokens for output in outputs)
             self._outputs += outputs
             if not request.sequences:

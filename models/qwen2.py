@@ -7,6 +7,7 @@ go through together, [tokens, ...]; only rotary positions, slots and attention k
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,7 @@ class Joined:
         parts: linear layers, quantized alike or not at all.
     """
 
-    def __init__(self, parts: list[nn.Module]) -> None:
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.layer = copy(parts[0])
         self._views: list[tuple[nn.Module, str, mx.array]] = []
         for name in parts[0].parameters():
@@ -105,7 +106,7 @@ class Joined:
         mx.eval(self.layer.parameters(), [view for *_, view in self._views])
 
     @staticmethod
-    def fits(parts: list[nn.Module]) -> bool:
+    def fits(parts: Sequence[nn.Module]) -> bool:
         """Whether layers are of one kind."""
         kinds = {
             (type(part), *(getattr(part, name, None) for name in ("group_size", "bits", "mode")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 from mlx import nn
@@ -61,9 +63,10 @@ def random_model(
         )
     )
     weights = []
-    for name, value in tree_flatten(theirs.parameters()):
+    parameters: Any = tree_flatten(theirs.parameters())
+    for name, value in parameters:
         if name.endswith("norm.weight"):
-            array = 1 + 0.1 * rng.standard_normal(value.shape)
+            array = 1 + 0.1 * np.asarray(rng.standard_normal(value.shape))
         elif name.endswith(("q_proj.weight", "k_proj.weight")):
             array = rng.standard_normal(value.shape) * 1.5 / value.shape[-1] ** 0.5
         else:
