@@ -523,7 +523,7 @@ def test_killed_twenty_times_it_makes_the_same_file(tmp_path: Path) -> None:
     if sys.platform == "linux":  # imports happen once, in a process that computes nothing
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["mlx_paged.cli_batch_sample", "mlx_paged.sample_file", "mlx_lm.tokenizer_utils"]
+            [__name__, "mlx_paged.cli_batch_sample", "mlx_paged.loader", "mlx_lm.tokenizer_utils"]
         )
     else:
         context = multiprocessing.get_context("spawn")
