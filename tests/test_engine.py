@@ -846,9 +846,9 @@ def test_the_default_on_a_mac_is_a_share_of_what_it_recommends(
             super().__init__(num_blocks=10, **geometry)
 
     monkeypatch.setattr(engine_module, "KVCache", Small)
-    Engine(world.model, block_size=4, backend="reference")
-    most = (2**31 - 1) // (2 * 4 * 16)  # of a layer's array, in blocks
-    assert made["blocks"] == min(int(0.8 * (bytes_free - 10**8)) // 2048, most)
+    Engine(world.model, block_size=256, backend="reference")
+    most = (2**31 - 1) // (2 * 256 * 16)  # of a layer's array, in blocks
+    assert made["blocks"] == min(int(0.8 * (bytes_free - 10**8)) // (64 * 2048), most)
 
 
 def test_two_limits_and_unknown_arguments_are_refused(world: World) -> None:
