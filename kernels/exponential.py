@@ -21,6 +21,7 @@ TERMS = (
     1.0,
 )
 LEAST, MOST = -126.0, 127.0  # the exponents of float32's normal numbers
+MAGIC = 1.5 * 2**23  # added to a small number, it leaves the nearest integer in the last bits
 
 
 def exp(x: mx.array) -> mx.array:
@@ -31,14 +32,14 @@ def exp(x: mx.array) -> mx.array:
     if mx.default_device() == mx.Device(mx.gpu):
         return mx.exp(x)
     power = x * LOG2_E
-    clipped = mx.clip(power, LEAST, MOST)
-    whole = mx.round(clipped)
-    rest = clipped - whole
+    clipped = mx.minimum(mx.maximum(power, LEAST), MOST)
+    rounded = clipped + MAGIC
+    rest = clipped - (rounded - MAGIC)
     mantissa = mx.array(TERMS[0])
     for term in TERMS[1:]:
         mantissa = mantissa * rest + term
     # Adding to the exponent's bits multiplies by a power of two.
-    bits = mantissa.view(mx.int32) + mx.left_shift(whole.astype(mx.int32), 23)
+    bits = mantissa.view(mx.int32) + mx.left_shift(rounded.view(mx.int32), 23)
     return mx.where(power < LEAST, 0.0, bits.view(mx.float32))
 
 

@@ -171,6 +171,9 @@ class Engine:
         blocks = _pool_blocks(self.block_bytes, memory_limit, num_blocks)
         if num_blocks is None:
             blocks = min(blocks, KVCache.most_blocks(**geometry))
+        if num_blocks is None and memory_limit is None:  # no more than all that could run
+            window = -(-config.max_position_embeddings // block_size)
+            blocks = min(blocks, max_num_seqs * window)
         self.model = model
         self.tokenizer = tokenizer
         self.pool = BlockPool(blocks, block_size, prefix_caching, token_reuse)

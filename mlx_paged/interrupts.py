@@ -35,5 +35,5 @@ def uninterrupted(*, firm: bool = False) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    for number in received if firm else received[:1]:
-        handler(number, None)
+        for number in received if firm else received[:1]:
+            handler(number, None)

@@ -48,7 +48,7 @@ def text_of(prompt: Any, **how: Any) -> Any:
 
 def test_options_are_those_of_the_classes() -> None:
     assert set(SAMPLING_FIELDS) == {field.name for field in fields(SamplingParams)}
-    assert set(ENGINE_OPTIONS) == set(ENGINE_DEFAULTS) - {"observer", "compile_steps"}
+    assert set(ENGINE_OPTIONS) == set(ENGINE_DEFAULTS) - {"observer", "compile_steps", "look_ahead"}
 
 
 def test_it_prints_the_text(cli: Any) -> None:
