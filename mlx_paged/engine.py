@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -169,6 +170,7 @@ class Engine:
         }
         self.block_bytes = KVCache.block_bytes(**geometry)
         blocks = _pool_blocks(self.block_bytes, memory_limit, num_blocks)
+        _check_machine(self.block_bytes, memory_limit, num_blocks)
         if num_blocks is None:
             blocks = min(blocks, KVCache.most_blocks(**geometry))
         if num_blocks is None and memory_limit is None:  # no more than all that could run
@@ -595,6 +597,20 @@ def _pool_blocks(block_bytes: int, memory_limit: int | None, num_blocks: int | N
             f"memory_limit must be at least one block ({block_bytes} bytes), got {limit}"
         )
     return limit // block_bytes
+
+
+def _check_machine(block_bytes: int, memory_limit: int | None, num_blocks: int | None) -> None:
+    """Refuse a pool that the machine cannot hold, before it is asked for."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if memory_limit is not None and memory_limit > machine:
+        raise ValueError(
+            f"memory_limit must be at most the machine's {machine} bytes, got {memory_limit}"
+        )
+    if num_blocks is not None and num_blocks * block_bytes > machine:
+        raise ValueError(
+            f"num_blocks must be at most {machine // block_bytes} blocks of {block_bytes} bytes, "
+            f"the machine's memory, got {num_blocks}"
+        )
 
 
 def _default_memory() -> int:

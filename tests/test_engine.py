@@ -846,9 +846,16 @@ def test_the_default_on_a_mac_is_a_share_of_what_it_recommends(
             super().__init__(num_blocks=10, **geometry)
 
     monkeypatch.setattr(engine_module, "KVCache", Small)
-    Engine(world.model, block_size=256, backend="reference")
-    most = (2**31 - 1) // (2 * 256 * 16)  # of a layer's array, in blocks
-    assert made["blocks"] == min(int(0.8 * (bytes_free - 10**8)) // (64 * 2048), most)
+    Engine(world.model, block_size=256, max_num_seqs=512, backend="reference")
+    window = world.model.config.max_position_embeddings // 256
+    assert made["blocks"] == min(int(0.8 * (bytes_free - 10**8)) // (64 * 2048), 512 * window)
+
+
+def test_a_pool_larger_than_the_machine_is_refused(world: World) -> None:
+    with pytest.raises(ValueError, match=r"memory_limit must be at most .* got 10{17}"):
+        Engine(world.model, memory_limit=10**17)
+    with pytest.raises(ValueError, match=r"num_blocks must be at most .* got 10{9}"):
+        Engine(world.model, num_blocks=10**9)
 
 
 def test_two_limits_and_unknown_arguments_are_refused(world: World) -> None:
