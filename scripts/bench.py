@@ -23,7 +23,7 @@ are not the same on both sides; the gap is that of the two best logits where the
 largest logit (1e-6 is a tie in float32). Our pool is made before the clock starts, as a server
 makes it once; ours is warm, and so is mlx-lm.
 
-On Linux, give MLX a BLAS: LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0
+On Linux, give MLX a BLAS: preload OpenBLAS (LD_PRELOAD), as the README shows.
 """
 
 from __future__ import annotations
