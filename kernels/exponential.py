@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from mlx_paged.kernels.compiled import compiled
+
 LOG2_E = 1.4426950408889634
 # 2**f = exp(f ln 2) for f in [-1/2, 1/2]: Taylor's terms up to the sixth, error 1.2e-7.
 TERMS = (
@@ -57,7 +59,7 @@ def exponentials(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     return weights, maxima, mx.sum(weights, axis=-1, keepdims=True)
 
 
-@mx.compile
+@compiled
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """gate * sigmoid(gate) * up, in the inputs' dtype."""
     if mx.default_device() == mx.Device(mx.gpu):
@@ -66,6 +68,6 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return (x / (1 + exp(-x)) * up).astype(gate.dtype)
 
 
-@mx.compile
+@compiled
 def _shifted(scores: mx.array, maxima: mx.array) -> mx.array:
     return exp(scores - maxima)

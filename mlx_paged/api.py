@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
@@ -219,8 +220,13 @@ def _limits(
     """Each prompt's `max_tokens`; None where `params` says it."""
     if max_tokens is None:
         return [None] * count if given.get("params") is not None else [BATCH_MAX_TOKENS] * count
-    if isinstance(max_tokens, int):
-        return [max_tokens] * count
+    if isinstance(max_tokens, Integral):
+        return [int(max_tokens)] * count
+    if isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence):
+        raise TypeError(
+            f"max_tokens must be a whole number, or a list of one for each prompt, "
+            f"got {max_tokens!r}"
+        )
     if len(max_tokens) != count:
         raise ValueError(
             f"max_tokens must be one number, or one for each of the {count} prompts, "

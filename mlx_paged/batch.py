@@ -69,7 +69,7 @@ class BatchBuilder:
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.backend = backend
-        self._heads = mx.arange(num_kv_heads)[None]
+        self._heads = mx.array([list(range(num_kv_heads))])
         self._signature: list[tuple[int, int, int, int]] = []
         self._plan: AttentionPlan | None = None
 

@@ -19,6 +19,21 @@ def is_chat(prompt: object) -> bool:
     )
 
 
+def check_text(name: str, text: str) -> None:
+    """Refuse text that has no bytes.
+
+    Raises:
+        ValueError: naming the argument and the half of a surrogate pair in it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must be text that UTF-8 can write, "
+            f"got {text[error.start]!r} at character {error.start}"
+        ) from None
+
+
 def chat_text(
     tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]], **template: Any
 ) -> str:
@@ -46,6 +61,7 @@ def chat_text(
                 raise ValueError(
                     f"messages[{i}] must have a text as {key!r}, got {message.get(key)!r}"
                 )
+            check_text(f"messages[{i}][{key!r}]", message[key])
     begun = messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(

@@ -16,6 +16,7 @@ import numpy as np
 from mlx_paged.batch import BatchBuilder
 from mlx_paged.beam import BeamParams, BeamRequest
 from mlx_paged.block_pool import BlockPool
+from mlx_paged.chat import check_text
 from mlx_paged.interrupts import uninterrupted
 from mlx_paged.kernels.paged_attention import AttentionBackend, choose_backend
 from mlx_paged.kv_cache import KVCache
@@ -152,6 +153,16 @@ class Engine:
             ("num_blocks", num_blocks),
         ):
             _check_positive(name, value)
+        for name, value in (
+            ("prefix_caching", prefix_caching),
+            ("token_reuse", token_reuse),
+            ("compile_steps", compile_steps),
+            ("look_ahead", look_ahead),
+        ):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        if observer is not None and not callable(observer):
+            raise ValueError(f"observer must be a function or None, got {observer!r}")
         config = model.config
         dtype = model.model.norm.weight.dtype
         chosen = choose_backend(
@@ -293,6 +304,9 @@ class Engine:
         return self._submit(BeamRequest(seq.age[0], seq, params, ends, self._decode), seq)
 
     def _new_sequence(self, ids: list[int], width: int, cache_salt: str) -> Sequence:
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt must be a text, got {cache_salt!r}")
+        check_text("cache_salt", cache_salt)
         root = hashlib.sha256(self.model.fingerprint + cache_salt.encode()).digest()
         return Sequence(ids, root, (self._next_id, 0), width=width)
 
@@ -326,6 +340,7 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt must be token ids, as the engine has no tokenizer")
+            check_text("prompt", prompt)
             bos = self.tokenizer.bos_token
             special = bos is None or not prompt.startswith(bos)
             ids = self.tokenizer.encode(prompt, add_special_tokens=special)
@@ -575,7 +590,7 @@ class Engine:
 
 
 def _check_positive(name: str, value: int | None) -> None:
-    if value is None:
+    if value is None and name in ("memory_limit", "num_blocks"):
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

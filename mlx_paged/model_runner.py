@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -64,7 +65,8 @@ class ModelRunner:
         if not self.enabled:
             return self._eager(batch, cache)
         given = batch.arrays()
-        shape = tuple(None if a is None else tuple(a.shape) for a in given)
+        shapes = (None if a is None else tuple(a.shape) for a in given)
+        shape = (get_ident(), *shapes)  # a graph belongs to the thread that traced it
         step = self._compiled.get(shape)
         if step is None:
             self._repeats = self._repeats + 1 if shape == self._last else 1

@@ -203,7 +203,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_bytes,
         metavar="SIZE",
         help="memory for keys and values, such as 512MB or 2GiB; never exceeded. By default, on a "
-        "Mac, a share of what it recommends; elsewhere 512MiB",
+        "Mac, a share of what it recommends; elsewhere 256MiB",
     )
     add("--num-blocks", type=int, metavar="N", help="the same, in blocks")
     add("--max-batched-tokens", type=int, metavar="N", help="tokens computed in one step (512)")

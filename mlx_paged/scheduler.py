@@ -70,7 +70,8 @@ class Scheduler:
         """
         if seq.width > self.max_num_seqs:
             raise ValueError(
-                f"n must be at most max_num_seqs ({self.max_num_seqs}), got {seq.width}"
+                f"n, best_of and width must be at most max_num_seqs ({self.max_num_seqs}), "
+                f"got {seq.width}"
             )
         insort(self.waiting, seq, key=_age)
 

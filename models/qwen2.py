@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_paged.kernels.compiled import compiled
 from mlx_paged.kernels.exponential import swiglu
 from mlx_paged.models.config import Qwen2Config
 
@@ -38,6 +39,7 @@ class Rotary:
         exponents = mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(theta) / half)
         self._frequencies = mx.exp(exponents)
         self._signs = mx.array([[-1.0], [1.0]])
+        mx.eval(self._frequencies, self._signs)  # here: another thread could not
 
     def tables(self, positions: mx.array) -> Tables | None:
         """Cosines and signed sines [tokens, 1, 1 or 2, head_dim / 2], where they are of use."""
@@ -61,7 +63,7 @@ class Rotary:
         return rotated[:, :, 0]
 
 
-@mx.compile
+@compiled
 def _rotate(x: mx.array, cos: mx.array, signed_sin: mx.array) -> mx.array:
     halves = x.reshape(*x.shape[:2], 2, -1).astype(mx.float32)
     turned = halves * cos + halves[:, :, ::-1] * signed_sin
@@ -74,7 +76,7 @@ class Norm(nn.Module):
     def __init__(self, dims: int, eps: float) -> None:
         super().__init__()
         self.weight = mx.ones((dims,))
-        self._compiled = mx.compile(
+        self._compiled = compiled(
             lambda x, weight: mx.fast.rms_norm(x, weight, eps), shapeless=True
         )
 

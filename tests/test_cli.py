@@ -329,3 +329,10 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+def test_text_that_is_no_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        raise SystemExit(main(["generate", "--prompt", "\udcff"]))
+    assert end.value.code == 2
+    assert "UTF-8" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -789,7 +790,7 @@ def test_requests_that_can_never_fit_are_refused(world: World) -> None:
 @pytest.mark.parametrize(
     ("params", "match"),
     [
-        ({"n": 17}, r"n must be at most max_num_seqs \(16\), got 17"),
+        ({"n": 17}, r"n, best_of and width must be at most max_num_seqs \(16\), got 17"),
         ({"stop": ("x",)}, "stop strings need a tokenizer"),
         ({"stop_token_ids": (VOCAB,)}, "stop_token_ids must name token ids from 0 to"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias must name token ids from 0 to"),
@@ -893,3 +894,50 @@ def test_10000_short_requests_leave_nothing_behind() -> None:
     half, end = sizes[9], sizes[-1]
     assert end[0] <= half[0] + 16_384  # less than one number a request
     assert end[1] <= half[1] + 2_000
+
+
+# Threads
+
+
+def test_a_model_serves_threads_that_did_not_make_it() -> None:
+    """One after the other: streams belong to threads, and so do compiled graphs."""
+    model, theirs = random_model(config(layers=1, vocab=64))
+    expected = greedy(theirs, [1, 2, 3], 12)
+    found: list[list[int]] = []
+
+    def work() -> None:
+        engine = Engine(model, num_blocks=20)
+        engine.add([1, 2, 3], SamplingParams(max_tokens=12))
+        tokens = []
+        while engine.has_work:
+            tokens += [output.token for output in engine.step()]
+        found.append([token for token in tokens if token is not None])
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    work()
+    assert found == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"block_size": None}, "block_size must be a whole number"),
+        ({"prefix_caching": "no"}, "prefix_caching must be True or False, got 'no'"),
+        ({"token_reuse": None}, "token_reuse must be True or False"),
+        ({"observer": 5}, "observer must be a function or None, got 5"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused(
+    world: World, options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        Engine(world.model, num_blocks=20, **options)
+
+
+@pytest.mark.parametrize("salt", [5, "\ud800"])
+def test_a_salt_is_text(world: World, salt: Any) -> None:
+    with pytest.raises(ValueError, match="cache_salt must be"):
+        world.engine().add([1], cache_salt=salt)

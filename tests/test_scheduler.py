@@ -231,7 +231,9 @@ def test_no_more_sequences_run_than_allowed() -> None:
 
 def test_a_request_wider_than_the_limit_is_refused() -> None:
     scheduler = Scheduler(BlockPool(4, 4), max_batched_tokens=8, max_num_seqs=2)
-    with pytest.raises(ValueError, match=r"n must be at most max_num_seqs \(2\), got 3"):
+    with pytest.raises(
+        ValueError, match=r"n, best_of and width must be at most max_num_seqs \(2\), got 3"
+    ):
         scheduler.add(Sequence([1], ROOTS[0], (0, 0), width=3))
     assert scheduler.waiting == []
 
