@@ -608,7 +608,7 @@ def _call_sampler(sampler: Sampler, logprobs: mx.array) -> mx.array:
     """The sampler's token as ``[1]``, int64: wide enough to see any id out of range."""
     token: Any = sampler(logprobs)
     if isinstance(token, int | np.integer | np.ndarray):
-        token = mx.array(token)
+        token = mx.array(np.asarray(token))
     if not isinstance(token, mx.array):
         raise ValueError(f"a sampler must return one integer token id, got {token!r}: {sampler!r}")
     if token.size != 1 or not mx.issubdtype(token.dtype, mx.integer):
