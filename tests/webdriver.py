@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -48,6 +49,8 @@ class Browser:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            # A preloaded BLAS starts threads, which Chromium's renderers do not survive.
+            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
         )
         try:
             self._address = self._find_address()
