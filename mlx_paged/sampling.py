@@ -381,7 +381,7 @@ class Pending:
     only, and takes the arrays for computed from then on: there is no second try.)
     """
 
-    __slots__ = ("_count", "_errors", "_groups", "_launched", "_logits")
+    __slots__ = ("_count", "_errors", "_groups", "_logits")
 
     def __init__(
         self, logits: mx.array, groups: list[_Group], errors: dict[int, Exception]
@@ -390,7 +390,6 @@ class Pending:
         self._count = logits.shape[0]
         self._groups = groups
         self._errors = errors
-        self._launched = False
 
     @property
     def tokens(self) -> mx.array | None:
@@ -411,13 +410,8 @@ class Pending:
         return [group for group in self._groups if group.is_custom]
 
     def launch(self) -> None:
-        """Start the computation and return at once."""
-        if self._launched:
-            return
-        self._launched = True
+        """Start the computation and return at once; rows with callables wait for `collect`."""
         mx.async_eval(self._shared)
-        for group in self._custom:
-            self._attempt(mx.async_eval, group)
 
     def collect(self) -> Sampled:
         """Wait for the tokens.
@@ -426,11 +420,9 @@ class Pending:
             Exception: whatever evaluating the logits raises. What a row's own callables
                 raise is in ``errors`` instead.
         """
-        if self._custom:
-            self.launch()  # one after the other, without a pause between them
         mx.eval(self._shared)
         for group in self._custom:
-            self._attempt(mx.eval, group)
+            self._attempt(group)
         count = self._count
         sampled = Sampled(
             [-1] * count, [None] * count, [None] * count, [None] * count, self._errors
@@ -439,9 +431,9 @@ class Pending:
             _fill(sampled, group, self._logits.shape[1])
         return sampled
 
-    def _attempt(self, evaluate: Callable[..., None], group: _Group) -> None:
+    def _attempt(self, group: _Group) -> None:
         try:
-            evaluate(group.arrays)
+            mx.eval(group.arrays)
         except Exception as error:
             self._errors[group.indices[0]] = error
             self._groups.remove(group)
