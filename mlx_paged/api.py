@@ -23,6 +23,7 @@ from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.arguments import check_model, read_arguments, wrap_tokenizer
 from mlx_paged.chat import is_chat
@@ -151,6 +152,8 @@ def batch_generate(
     }
     if isinstance(prompts, str) or is_chat(prompts):
         raise TypeError(f"prompts must be a list of prompts, got one: {prompts!r}")
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | np.ndarray | mx.array):
+        raise TypeError(f"prompts must be a list of prompts, got {prompts!r}")
     limits = _limits(max_tokens, len(prompts), given)
     if return_logprobs:
         _ask_for_logprobs(given)

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.engine import Engine
@@ -117,9 +118,9 @@ def read_arguments(
     else:
         params = replace(params, **limit)
     budget = engine.get("max_batched_tokens")
-    if isinstance(budget, int) and budget > 0 and "max_num_seqs" not in engine:
+    if isinstance(budget, Integral) and int(budget) > 0 and "max_num_seqs" not in engine:
         # A step has a token at least for each sequence that runs.
-        engine["max_num_seqs"] = min(budget, ENGINE_DEFAULTS["max_num_seqs"])
+        engine["max_num_seqs"] = min(int(budget), ENGINE_DEFAULTS["max_num_seqs"])
     engine = {key: value for key, value in engine.items() if value != ENGINE_DEFAULTS[key]}
     _check_callables(request, params)
     return Arguments(params, max_tokens, engine, request)

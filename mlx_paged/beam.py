@@ -13,6 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from mlx_paged.checks import integer, number
 from mlx_paged.request import FinishReason, Hypothesis, Output, Request
 from mlx_paged.sampling import Sampled, SampleRow, SamplingParams
 from mlx_paged.sequence import Sequence
@@ -74,18 +75,10 @@ class BeamParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.width, bool) or not isinstance(self.width, int):
-            raise TypeError(f"width must be an integer, got {self.width!r}")
-        if self.width < 1:
-            raise ValueError(f"width must be at least 1, got {self.width}")
-        penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, int | float):
-            raise TypeError(f"length_penalty must be a number, got {penalty!r}")
-        if not abs(penalty) <= MAX_LENGTH_PENALTY:
-            raise ValueError(
-                f"length_penalty must be from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}, "
-                f"got {penalty}"
-            )
+        most = MAX_LENGTH_PENALTY
+        object.__setattr__(self, "width", integer("width", self.width, 1))
+        penalty = number("length_penalty", self.length_penalty, -most, most)
+        object.__setattr__(self, "length_penalty", penalty)
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise ValueError(
                 f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
+# Arguments of the template that are decided here.
+DECIDED = ("tokenize", "add_generation_prompt", "continue_final_message")
+
+
 def is_chat(prompt: object) -> bool:
     """Whether a prompt is a list of messages rather than text or token ids."""
     return (
@@ -46,13 +50,18 @@ def chat_text(
         template: further arguments of the template.
 
     Raises:
-        ValueError: the tokenizer has no template, a message lacks something, or the template
-            refuses the messages.
+        ValueError: the tokenizer has no template, a message lacks something, the template
+            refuses the messages, or `template` has what the messages decide.
     """
     if not tokenizer.has_chat_template:
         raise ValueError(
             "chat messages need a tokenizer with a chat template; this one has none: give text"
         )
+    for name in DECIDED:
+        if name in template:
+            raise ValueError(
+                f"the chat template takes no {name}, got {template[name]!r}: the messages decide it"
+            )
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(f"messages[{i}] must be a dict of role and content, got {message!r}")

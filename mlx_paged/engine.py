@@ -17,6 +17,7 @@ from mlx_paged.batch import BatchBuilder
 from mlx_paged.beam import BeamParams, BeamRequest
 from mlx_paged.block_pool import BlockPool
 from mlx_paged.chat import check_text
+from mlx_paged.checks import flag, integer
 from mlx_paged.interrupts import uninterrupted
 from mlx_paged.kernels.paged_attention import AttentionBackend, choose_backend
 from mlx_paged.kv_cache import KVCache
@@ -125,6 +126,7 @@ class Engine:
             change the outputs.
 
     Raises:
+        TypeError: an argument is of the wrong type.
         ValueError: an argument is out of its range, or not even one block fits the limit.
     """
 
@@ -145,24 +147,22 @@ class Engine:
         look_ahead: bool = True,
         observer: Callable[[Engine, Schedule, list[Output]], None] | None = None,
     ) -> None:
-        for name, value in (
-            ("block_size", block_size),
-            ("max_batched_tokens", max_batched_tokens),
-            ("max_num_seqs", max_num_seqs),
-            ("memory_limit", memory_limit),
-            ("num_blocks", num_blocks),
-        ):
-            _check_positive(name, value)
+        block_size = integer("block_size", block_size, 1)
+        max_batched_tokens = integer("max_batched_tokens", max_batched_tokens, 1)
+        max_num_seqs = integer("max_num_seqs", max_num_seqs, 1)
+        if memory_limit is not None:
+            memory_limit = integer("memory_limit", memory_limit, 1)
+        if num_blocks is not None:
+            num_blocks = integer("num_blocks", num_blocks, 1)
         for name, value in (
             ("prefix_caching", prefix_caching),
             ("token_reuse", token_reuse),
             ("compile_steps", compile_steps),
             ("look_ahead", look_ahead),
         ):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
+            flag(name, value)
         if observer is not None and not callable(observer):
-            raise ValueError(f"observer must be a function or None, got {observer!r}")
+            raise TypeError(f"observer must be a function or None, got {observer!r}")
         config = model.config
         dtype = model.model.norm.weight.dtype
         chosen = choose_backend(
@@ -587,15 +587,6 @@ class Engine:
         if self.tokenizer is not None:
             return frozenset(self.tokenizer.eos_token_ids)
         return frozenset(self.model.config.eos_token_ids)
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is None and name in ("memory_limit", "num_blocks"):
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _pool_blocks(block_bytes: int, memory_limit: int | None, num_blocks: int | None) -> int:

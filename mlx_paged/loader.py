@@ -59,6 +59,7 @@ def load(
         Whoever changes the weights afterwards has to change it too.
 
     Raises:
+        TypeError: when `path_or_id` is neither text nor a path.
         FileNotFoundError: when there is no such folder, or it lacks a file, or the repository is
             neither cached nor to be had.
         ValueError: when an argument or anything in the checkpoint is not what it must be; the
@@ -98,6 +99,8 @@ def load_model(
 
 def find_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint, after downloading it if need be; see `load`."""
+    if not isinstance(path_or_id, str | Path):
+        raise TypeError(f"path_or_id must be a folder or a Hub id, got {path_or_id!r}")
     path = Path(path_or_id).expanduser()
     is_tiny = path_or_id == "tiny"
     if is_tiny or (path_or_id != "" and path.is_dir()):

@@ -18,11 +18,13 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+
+from mlx_paged.checks import flag, integer, number
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -31,32 +33,10 @@ _MASK64 = (1 << 64) - 1
 SEED_LIMIT = 1 << 63
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        right = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} must be {right}, got {value}")
-    return number
-
-
-def _number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {value}")
-    if not low <= number <= high:
-        right = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise ValueError(f"{name} must be {right}, got {value}")
-    return number
-
-
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a sequence of token ids, got {value!r}")
-    return tuple(_integer(f"{name}[{i}]", token, 0) for i, token in enumerate(value))
+    return tuple(integer(f"{name}[{i}]", token, 0) for i, token in enumerate(value))
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
@@ -78,9 +58,9 @@ def _logit_bias(value: Any) -> dict[int, float]:
         raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
     bias = {}
     for token, amount in value.items():
-        token = _integer("a token id in logit_bias", token, 0)
+        token = integer("a token id in logit_bias", token, 0)
         forbids = isinstance(amount, Real) and float(amount) == -math.inf
-        bias[token] = -math.inf if forbids else _number(f"logit_bias[{token}]", amount)
+        bias[token] = -math.inf if forbids else number(f"logit_bias[{token}]", amount)
     return bias
 
 
@@ -138,42 +118,41 @@ class SamplingParams:
     best_of: int | None = None
 
     def __post_init__(self) -> None:
-        self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1))
-        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0))
+        self._set("max_tokens", integer("max_tokens", self.max_tokens, 1))
+        self._set("min_tokens", integer("min_tokens", self.min_tokens, 0))
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
             )
-        self._set("temperature", _number("temperature", self.temperature, 0.0))
-        self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0))
-        self._set("top_k", _integer("top_k", self.top_k, 0))
-        self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        self._set("temperature", number("temperature", self.temperature, 0.0))
+        self._set("top_p", number("top_p", self.top_p, 0.0, 1.0))
+        self._set("top_k", integer("top_k", self.top_k, 0))
+        self._set("min_p", number("min_p", self.min_p, 0.0, 1.0))
         if self.repetition_penalty is not None:
             self._set(
-                "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.0)
+                "repetition_penalty", number("repetition_penalty", self.repetition_penalty, 0.0)
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if getattr(self, name) is not None:
-                self._set(name, _number(name, getattr(self, name)))
+                self._set(name, number(name, getattr(self, name)))
         for name in (
             "repetition_context_size",
             "presence_context_size",
             "frequency_context_size",
         ):
-            self._set(name, _integer(name, getattr(self, name), 1))
+            self._set(name, integer(name, getattr(self, name), 1))
         if self.logit_bias is not None:
             self._set("logit_bias", _logit_bias(self.logit_bias))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         self._set("stop", _stop_strings(self.stop))
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        flag("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
-            self._set("logprobs", _integer("logprobs", self.logprobs, 0))
+            self._set("logprobs", integer("logprobs", self.logprobs, 0))
         if self.seed is not None:
-            self._set("seed", _integer("seed", self.seed, 0, SEED_LIMIT - 1))
-        self._set("n", _integer("n", self.n, 1))
+            self._set("seed", integer("seed", self.seed, 0, SEED_LIMIT - 1))
+        self._set("n", integer("n", self.n, 1))
         if self.best_of is not None:
-            self._set("best_of", _integer("best_of", self.best_of, 1))
+            self._set("best_of", integer("best_of", self.best_of, 1))
             if self.best_of < self.n:
                 raise ValueError(f"best_of must be at least n ({self.n}), got {self.best_of}")
 

@@ -10,8 +10,8 @@ Workloads (name them, or measure all):
   samples   samples of one prompt                          against batch_generate of copies, and
             against one prefill with copied caches
   chat      conversations on one system prompt             against LRUPromptCache
-  capacity  how many of ShareGPT's requests run at once in a number of bytes, found by running
-            them: against one batch, and against unbatched caches in turns
+  capacity  how many of ShareGPT's requests run at once in a number of bytes, weights aside, found
+            by running them: against one batch, and against unbatched caches in turns
 
 batch_generate is there twice: with its defaults, and "tuned", with those settings (batch sizes,
 step of long prompts) that were the fastest on this very workload. Ours has its defaults.
@@ -103,8 +103,8 @@ def make_arguments() -> argparse.ArgumentParser:
         metavar="W.S=N",
         help="set size S of workload W; may be repeated. In full: "
         + "; ".join(_sizes_line(one) for one in PRESETS["full"])
-        + ". room is in tokens; memory, in bytes such as 64MiB, overrides it if not 0; with "
-        "whole=1 these are the bytes of all but the weights, not of keys and values only",
+        + ". room is in tokens; memory, in bytes such as 64MiB, overrides it if not 0; of "
+        "capacity these are the bytes of all but the weights, with whole=0 of keys and values only",
     )
     sizes.add_argument("--data", default="sharegpt", metavar="SOURCE", help="see scripts.data")
     sizes.add_argument("--seed", type=int, default=0, help="of prompts and weights (0)")

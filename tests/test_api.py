@@ -22,6 +22,7 @@ from mlx_lm.generate_utils import BatchStats as MlxLmBatchStats
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_paged import SamplingParams, batch_generate, generate, stream_generate
+from mlx_paged.chat import encode_chat
 from mlx_paged.engine import Engine
 from mlx_paged.models.qwen2 import Qwen2
 from mlx_paged.shared_engine import _ENGINES
@@ -454,6 +455,11 @@ def test_a_stream_dropped_within_a_step_is_cancelled_before_the_next() -> None:
         ({"n": 0}, ValueError, "n must be at least 1, got 0"),
         ({"n": 3, "best_of": 2}, ValueError, r"best_of must be at least n \(3\), got 2"),
         ({"temperature": float("nan")}, ValueError, "temperature must be finite, got nan"),
+        ({"temperature": 1e39}, ValueError, r"temperature must be at most 3.4e\+38 either way"),
+        ({"presence_penalty": -1e39}, ValueError, "presence_penalty must be at most 3.4e"),
+        ({"logit_bias": {1: 1e39}}, ValueError, r"logit_bias\[1\] must be at most 3.4e"),
+        ({"max_num_seqs": 2.5}, TypeError, "max_num_seqs must be an integer, got 2.5"),
+        ({"look_ahead": 2}, TypeError, "look_ahead must be True or False, got 2"),
         ({"top_p": 1.5}, ValueError, "top_p must be from 0 to 1, got 1.5"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
         ({"block_size": 257}, ValueError, "block_size must be from 1 to 256, got 257"),
@@ -507,10 +513,32 @@ def test_one_prompt_is_no_batch() -> None:
     for prompt in one:
         with pytest.raises(TypeError, match="prompts must be a list of prompts, got one"):
             batch_generate(*ours(), prompt, **SMALL)
+    none: tuple[Any, ...] = (None, 5, b"ab", {"a": 1}, {"a"})
+    for prompts in none:
+        with pytest.raises(TypeError, match="prompts must be a list of prompts, got"):
+            batch_generate(*ours(), prompts, **SMALL)
     with pytest.raises(ValueError, match="one for each of the 2 prompts, got 3"):
         batch_generate(*ours(), ["a", "b"], max_tokens=[1, 2, 3], **SMALL)
     with pytest.raises(ValueError, match="does not take return_prompt_caches"):
         batch_generate(*ours(), ["a"], return_prompt_caches=True, **SMALL)
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    sizes: dict[str, Any] = {
+        "num_blocks": 64,
+        "block_size": 8,
+        "max_batched_tokens": 32,
+        "max_tokens": 5,
+    }
+    given: dict[str, Any] = {name: np.int64(value) for name, value in sizes.items()}
+    assert generate(*ours(), TEXT, **given) == generate(*ours(), TEXT, **sizes)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "continue_final_message"])
+def test_what_the_messages_decide_is_no_argument_of_the_template(name: str) -> None:
+    messages = [{"role": "user", "content": TEXT}]
+    with pytest.raises(ValueError, match=f"the chat template takes no {name}, got True"):
+        encode_chat(ours()[1], messages, **{name: True})
 
 
 def test_another_packages_model_is_refused() -> None:

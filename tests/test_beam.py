@@ -409,7 +409,8 @@ def test_logits_that_are_no_numbers_end_the_search() -> None:
         ({"width": 2.0}, TypeError, "width must be an integer, got 2.0"),
         ({"width": True}, TypeError, "width"),
         ({"length_penalty": "1"}, TypeError, "length_penalty must be a number"),
-        ({"length_penalty": math.nan}, ValueError, "length_penalty must be from -16 to 16"),
+        ({"length_penalty": 17}, ValueError, "length_penalty must be from -16 to 16"),
+        ({"length_penalty": math.nan}, ValueError, "length_penalty must be finite, got nan"),
         ({"early_stopping": "always"}, ValueError, "early_stopping must be True, False or 'never'"),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1"),
         ({"min_tokens": 9, "max_tokens": 8}, ValueError, "min_tokens must be at most"),
@@ -419,6 +420,15 @@ def test_logits_that_are_no_numbers_end_the_search() -> None:
 def test_bad_params_are_refused(options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         BeamParams(**options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given: dict[str, Any] = {
+        "width": np.int64(3),
+        "length_penalty": np.float32(0.5),
+        "max_tokens": np.uint8(9),
+    }
+    assert BeamParams(**given) == BeamParams(width=3, length_penalty=0.5, max_tokens=9)
 
 
 def test_what_can_never_run_is_refused(models: tuple[Qwen2, Any]) -> None:

@@ -309,9 +309,13 @@ def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_blas_is_named() -> None:
     described = machine.describe()
     assert described["blas"]
-    busy = machine.warnings({**described, "blas": "reference BLAS", "cores": 2}, 9.0)
-    assert len(busy) == 2
-    assert machine.warnings({**described, "blas": "libopenblas.so.0", "cores": 2}, 0.1) == []
+    assert (described["blas_kernels"] is not None) == ("openblas" in described["blas"])
+    good = {**described, "blas": "libopenblas.so.0", "blas_kernels": "Haswell", "cores": 2}
+    assert machine.warnings(good, 0.1) == []
+    assert "busy" in machine.warnings(good, 9.0)[0]
+    assert "reference BLAS" in machine.warnings({**good, "blas": "reference BLAS"}, 0.1)[0]
+    old = machine.warnings({**good, "blas_kernels": "Prescott"}, 0.1)
+    assert "OPENBLAS_CORETYPE=" in old[0]
 
 
 # The script

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 _STATUS = Path("/proc/self/status")
+OLDEST_KERNELS = ("Prescott", "Core2")  # what OpenBLAS takes for processors newer than itself
 
 
 def describe() -> dict[str, Any]:
@@ -26,6 +28,7 @@ def describe() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": str(mx.default_device()),
         "blas": blas(),
+        "blas_kernels": blas_kernels(),
         "threads": {
             name: os.environ[name]
             for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
@@ -47,15 +50,33 @@ def blas() -> str:
     """The library that computes MLX's products on the CPU."""
     if not _LINUX:
         return "Accelerate" if sys.platform == "darwin" else "unknown"
+    path = _fast_blas()
+    return path.rsplit("/", 1)[-1] if path else "reference BLAS"
+
+
+def blas_kernels() -> str | None:
+    """The processor that OpenBLAS has chosen its kernels for; None for another BLAS."""
+    path = _fast_blas() if _LINUX else None
+    try:
+        name = ctypes.CDLL(path).openblas_get_corename if path else None
+    except (OSError, AttributeError):
+        return None
+    if name is None:
+        return None
+    name.restype = ctypes.c_char_p
+    return str(name().decode("ascii"))
+
+
+def _fast_blas() -> str | None:
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     paths = {line[line.index("/") :] for line in maps.splitlines() if "/" in line}
     fast = sorted(
-        path.rsplit("/", 1)[-1]
+        path
         for path in paths
         # numpy and scipy bring an OpenBLAS of their own, which MLX does not use.
-        if re.search(r"openblas|libmkl|libblis", path) and not re.search(r"numpy|scipy", path)
+        if re.search(r"openblas[^/]*$|libmkl|libblis", path) and not re.search(r"numpy|scipy", path)
     )
-    return fast[0] if fast else "reference BLAS"
+    return fast[0] if fast else None
 
 
 def warnings(figures: dict[str, Any], load: float | None) -> list[str]:
@@ -65,6 +86,12 @@ def warnings(figures: dict[str, Any], load: float | None) -> list[str]:
         found.append(
             "MLX uses the reference BLAS here, some twenty times slower than OpenBLAS: "
             "LD_PRELOAD=.../libopenblas.so.0 (Debian: libopenblas0-pthread)"
+        )
+    if figures["blas_kernels"] in OLDEST_KERNELS:
+        found.append(
+            f"OpenBLAS does not know this processor and uses its {figures['blas_kernels']} "
+            "kernels, several times slower than the right ones: OPENBLAS_CORETYPE=Haswell (with "
+            "AVX-512: SkylakeX), or a newer OpenBLAS"
         )
     if load is not None and load > 0.5 * (figures["cores"] or 1):
         found.append(f"the machine is busy (load average {load}); measure on a quiet one")

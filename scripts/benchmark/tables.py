@@ -15,6 +15,7 @@ def head(figures: Mapping[str, Any]) -> str:
     model, machine = figures["model"], figures["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     threads = "".join(f", {name}={value}" for name, value in machine["threads"].items())
+    kernels = f" ({machine['blas_kernels']} kernels)" if machine["blas_kernels"] else ""
     return "\n".join(
         [
             f"model    {model['name']}, {model['layers']} layers, hidden {model['hidden']}, "
@@ -23,7 +24,7 @@ def head(figures: Mapping[str, Any]) -> str:
             f"{model['bytes_per_token']:,} bytes of keys and values per token",
             f"machine  {machine['processor']}, {machine['cores']} of "
             f"{machine['cores_of_machine']} cores, {machine['system']}, "
-            f"{machine['device']}, BLAS: {machine['blas']}{threads}; "
+            f"{machine['device']}, BLAS: {machine['blas']}{kernels}{threads}; "
             f"load average {figures['load_average']}",
             f"versions Python {machine['python']}, {versions}",
             *(f"warning  {line}" for line in figures["warnings"]),

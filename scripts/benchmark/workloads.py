@@ -289,12 +289,12 @@ class Capacity(Sizes):
     """How many real requests fit."""
 
     name = "capacity"
-    about = "real requests that run at once in a number of bytes"
+    about = "real requests that run at once in a number of bytes, before they run out"
     requests: int = 256  # the most that are tried
     scale: float = 1.0
-    room: int = 16384
+    room: int = 32768
     memory: int = 0
-    whole: int = 0  # 1: the bytes are for all but the weights, not for keys and values only
+    whole: int = 1  # the bytes are for all but the weights; 0: for keys and values only
 
     def build(self, context: Context, seed: int) -> Workload:
         rng = random.Random(f"capacity {seed}")
@@ -330,7 +330,7 @@ PRESETS: dict[str, tuple[Sizes, ...]] = {
         Mixed(requests=6, scale=0.05, room=160),
         Samples(samples=3, prompt=40, new=6),
         Chat(conversations=2, turns=2, system=40, user=4, new=4),
-        Capacity(requests=24, scale=0.05, room=256),
+        Capacity(requests=24, scale=0.05, room=256, whole=0),
     ),
 }
 
