@@ -8,7 +8,6 @@ read once for all of them, and merged with each row's own part by log-sum-exp.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -41,8 +40,7 @@ class Work(NamedTuple):
     behind: int  # the row's queries that come after these
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Rows of like length: [r] rows of [q] queries over [b] blocks, padded to the largest."""
 
     works: tuple[Work, ...]
@@ -56,16 +54,14 @@ class Group:
         return 1 if self.limits.ndim == 4 else self.limits.shape[3]
 
 
-@dataclass(frozen=True)
-class SharedRun:
+class SharedRun(NamedTuple):
     """One run of full blocks for several decode rows."""
 
     query_index: mx.array  # [r]
     blocks: mx.array  # [kv heads, b]
 
 
-@dataclass(frozen=True)
-class ReferencePlan:
+class ReferencePlan(NamedTuple):
     """What every layer of a step does.
 
     Attributes:
@@ -124,7 +120,7 @@ class ReferencePlan:
         rest = iter(arrays)
         merge_index, order = next(rest), next(rest)
         groups = [
-            replace(group, blocks=next(rest), query_index=next(rest), limits=next(rest))
+            group._replace(blocks=next(rest), query_index=next(rest), limits=next(rest))
             for group in (*self.plain, *self.partial)
         ]
         shared = tuple(SharedRun(next(rest), next(rest)) for _ in self.shared)
@@ -140,10 +136,12 @@ class ReferencePlan:
 
     def advance(self, context_lens: IntArray) -> ReferencePlan:
         """The plan of the next step, where the same rows have the same blocks and more tokens."""
-        return replace(
-            self,
-            plain=tuple(replace(g, limits=_limits(g.works, context_lens)) for g in self.plain),
-            partial=tuple(replace(g, limits=_limits(g.works, context_lens)) for g in self.partial),
+
+        def grown(group: Group) -> Group:
+            return group._replace(limits=_limits(group.works, context_lens))
+
+        return self._replace(
+            plain=tuple(map(grown, self.plain)), partial=tuple(map(grown, self.partial))
         )
 
 
@@ -200,7 +198,7 @@ def plan_reference(
     merge_index = mx.array(_merge_index(groups, partial)) if groups else None
     order = _order(partial, plain)
     if len(plain) == 1 and order is None and _is_stream(plain[0], int(query_lens.sum())):
-        plain = (replace(plain[0], query_index=None),)
+        plain = (plain[0]._replace(query_index=None),)
     return ReferencePlan(
         plain,
         partial,

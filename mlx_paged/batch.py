@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -14,8 +13,7 @@ from mlx_paged.scheduler import Schedule
 from mlx_paged.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """The packed tokens of all rows of a step.
 
     Attributes:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -84,8 +84,7 @@ class EngineStats:
     evictions: int
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """The graph of a step, not yet computed."""
 
     signature: list[tuple[int, ...]]  # of the schedule it is for

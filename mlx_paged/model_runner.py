@@ -73,7 +73,7 @@ class ModelRunner:
             self._last = shape
             if self._repeats < REPEATS:
                 return self._eager(batch, cache)
-            step = self._compiled[shape] = self._compile(batch, cache)
+            step = self._compiled[shape] = self.compile(batch, cache)
             if len(self._compiled) > MAX_SHAPES:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(shape)
@@ -85,7 +85,8 @@ class ModelRunner:
         logits = self.model(batch, pools)
         return Forward(logits, pools.keys, pools.values)
 
-    def _compile(self, batch: Batch, cache: KVCache) -> Compiled:
+    def compile(self, batch: Batch, cache: KVCache) -> Compiled:
+        """A function of the arrays of a step, with the graph of this one."""
         present = [a is not None for a in batch.arrays()]
         geometry = cache.view([], [])
 

@@ -309,15 +309,18 @@ def _profile(args: argparse.Namespace, models: Any, options: Any, figures: dict[
             [
                 f"{one['rows']} x {one['context']:,}",
                 round(one["pool_bytes"] / 2**20),
-                *(round(spent[phase]) for phase in (*PHASES, "hidden", "mlx", "total")),
+                *(round(spent[phase]) for phase in (*PHASES, "replay", "mlx", "total", "hidden")),
                 f"{100 * one['share']:.1f} %",
                 f"{100 * one['share_not_hidden']:.1f} %",
             ]
         )
     print_table(
-        "Microseconds per decode step, medians. Ours: all but MLX; hidden: what of it ran while "
-        "MLX computed",
-        ["rows x context", "pool MiB", *PHASES, "hidden", "MLX", "step", "ours", "not hidden"],
+        "Microseconds per decode step, medians. Ours: all but MLX and its replays of a graph; "
+        "hidden: what of ours and the replay ran while MLX computed; idle: MLX was not computing",
+        [
+            *("rows x context", "pool MiB", *PHASES),
+            *("replay", "MLX", "step", "hidden", "ours", "idle"),
+        ],
         rows,
     )
     figures["profile"] = found

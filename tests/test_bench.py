@@ -81,7 +81,7 @@ def test_every_workload_has_the_sizes_that_it_was_given(made: Context) -> None:
     assert (samples.streams, len(samples.requests)) == (3, 1)
     assert chat.lengths == [13, 13, 21, 21]  # 9 + 4, then an answer of 4 and a turn of 4
     assert chat.window == 25
-    assert chat.distinct_tokens == 2 * 9 + 4 * 8
+    assert chat.distinct_tokens == 9 + 4 * 8
 
 
 def test_prompts_differ_between_repetitions_but_not_between_sides(made: Context) -> None:

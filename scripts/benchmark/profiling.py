@@ -1,9 +1,9 @@
 """Where the time of a decode step goes: our own Python, or MLX.
 
-Every phase of `Engine.step` is timed by a wrapper around the method that does it, and every
-`mx.eval` and `mx.async_eval` inside by another; what is left of the step is counted as ours.
-Whatever runs outside of those is ours, building and replaying MLX's graph included, although that
-is C++ in part; so are the wrappers, some tenths of a microsecond each.
+Every phase of `Engine.step` is timed by a wrapper around the method that does it. MLX's are
+`mx.eval`, `mx.async_eval`, and the replay of a graph that `mx.compile` has made, which is all C++.
+What is left of the step is counted as ours: building graphs that are not compiled, although that is
+C++ in part, and the wrappers, some tenths of a microsecond each.
 
 What runs after `mx.async_eval` and before the wait in `mx.eval` runs while MLX computes: it is
 "hidden", if that wait then took long enough to show that MLX was still at it. It is not free where
@@ -26,6 +26,7 @@ import numpy as np
 
 import mlx_paged.engine as engine_module
 from mlx_paged.engine import Engine
+from mlx_paged.model_runner import ModelRunner
 from scripts.benchmark.models import Models
 from scripts.benchmark.ours import add
 from scripts.benchmark.workloads import Context
@@ -51,12 +52,21 @@ class Case:
 
 
 class Clock:
-    """Seconds spent in each phase of one step, without what MLX took inside of it."""
+    """Seconds spent in each phase of a step, without what MLX took inside of it."""
 
     def __init__(self) -> None:
-        self.spent: dict[str, float] = {"hidden": 0.0}
+        self._spent = self._nothing()
         self._inner = [0.0]  # seconds of nested phases, per level
         self._launched: float | None = None
+
+    @staticmethod
+    def _nothing() -> dict[str, float]:
+        return dict.fromkeys((*PHASES, "replay", "hidden", "mlx"), 0.0)
+
+    def take(self) -> dict[str, float]:
+        """What was spent since the last call."""
+        spent, self._spent = self._spent, self._nothing()
+        return spent
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, which adds its own time to `phase`."""
@@ -70,7 +80,7 @@ class Clock:
                 took = perf_counter() - begin
                 own = took - self._inner.pop()
                 self._inner[-1] += took
-                self.spent[phase] = self.spent.get(phase, 0.0) + own
+                self._spent[phase] += own
 
         return call
 
@@ -93,7 +103,7 @@ class Clock:
             timed(*args, **kwargs)
             launched, self._launched = self._launched, None
             if launched is not None and perf_counter() - begin > NO_WAIT:
-                self.spent["hidden"] += begin - launched
+                self._spent["hidden"] += begin - launched
 
         return call
 
@@ -101,13 +111,14 @@ class Clock:
 def steps(engine: Engine, count: int) -> list[dict[str, float]]:
     """Seconds per phase of each of `count` steps, as `Clock` has them; "total" is the whole."""
     found = []
-    for _ in range(count):
-        clock = Clock()
-        with _wrapped(engine, clock):
+    clock = Clock()
+    with _wrapped(engine, clock):
+        step = clock.timed("other", engine.step)
+        for _ in range(count):
             begin = perf_counter()
-            clock.timed("other", engine.step)()
+            step()
             total = perf_counter() - begin
-        found.append({**clock.spent, "total": total})
+            found.append({**clock.take(), "total": total})
     return found
 
 
@@ -115,18 +126,19 @@ def profile(models: Models, context: Context, case: Case, count: int, **options:
     """Medians of decode steps.
 
     Returns:
-        Microseconds per phase, of them hidden, in MLX, and per step; the share of the step that
-        is ours, and that of what is not hidden.
+        Microseconds per phase, replaying, computing, and per step, and of those before the
+        computing what was hidden; the share of the step that is ours, and the share that MLX
+        computed nothing.
     """
     engine = decoding(models, context, case, WARM_UP + count, **options)
     for _ in range(WARM_UP):
         engine.step()
     measured = steps(engine, count)
     phases = {
-        phase: float(np.median([1e6 * one.get(phase, 0.0) for one in measured]))
-        for phase in (*PHASES, "hidden", "mlx", "total")
+        phase: float(np.median([1e6 * one[phase] for one in measured]))
+        for phase in (*PHASES, "replay", "hidden", "mlx", "total")
     }
-    shares = [1 - one["mlx"] / one["total"] for one in measured]
+    shares = [1 - (one["mlx"] + one["replay"]) / one["total"] for one in measured]
     bare = [1 - (one["mlx"] + one["hidden"]) / one["total"] for one in measured]
     return {
         "rows": case.rows,
@@ -185,24 +197,30 @@ def decoding(models: Models, context: Context, case: Case, new: int, **options: 
 @contextmanager
 def _wrapped(engine: Engine, clock: Clock) -> Iterator[None]:
     private: Any = engine
-    builder, module = private._builder, engine_module
+    builder, runner, module = private._builder, private._runner, engine_module
+
+    def compile_step(*args: Any) -> Any:
+        return clock.timed("replay", ModelRunner.compile(runner, *args))
+
     wrappers: list[tuple[Any, str, Callable[..., Any]]] = [
         (engine.scheduler, "schedule", clock.timed("schedule", engine.scheduler.schedule)),
         (builder, "build", clock.timed("build", builder.build)),
+        (builder, "build_next", clock.timed("build", builder.build_next)),
         (private, "_runner", clock.timed("graph", private._runner)),
+        (runner, "compile", compile_step),
         (private, "_update", clock.timed("update", private._update)),
         (module, "prepare", clock.timed("sample", module.prepare)),
         (mx, "eval", clock.wait(mx.eval)),
         (mx, "async_eval", clock.launch(mx.async_eval)),
     ]
-    if hasattr(builder, "build_next"):
-        wrappers.append((builder, "build_next", clock.timed("build", builder.build_next)))
     kept = [(owner, name, vars(owner).get(name)) for owner, name, _ in wrappers]
     try:
+        runner.reset()  # what is compiled from here on is timed
         for owner, name, wrapper in wrappers:
             setattr(owner, name, wrapper)
         yield
     finally:
+        runner.reset()
         for owner, name, own in kept:
             if own is None:
                 delattr(owner, name)  # the class has it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from mlx_paged.options import parse_bytes
@@ -80,8 +81,11 @@ class Workload:
 
     @property
     def distinct_tokens(self) -> int:
-        """Tokens of all prompts and answers, what follows a request counted from there on."""
-        return sum(len(r.prompt) + r.new * self.samples for r in self.requests)
+        """Tokens of all prompts and answers; what all prompts begin with is counted once."""
+        total = sum(len(r.prompt) + r.new * self.samples for r in self.requests)
+        columns = list(zip(*(r.prompt for r in self.requests if r.follows is None), strict=False))
+        common = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+        return total - common * (len(columns[0]) - 1)
 
     def prompt(self, index: int, answers: Mapping[int, Sequence[int]]) -> Tokens:
         """The whole prompt of a request, given the answers to earlier ones."""
