@@ -233,6 +233,7 @@ def choose_backend(
         dtype, num_heads, num_kv_heads, head_dim: of the model.
 
     Raises:
+        TypeError: it is no backend.
         ValueError: no such backend, or it does not serve the shape.
     """
     named: dict[str, AttentionBackend] = {
@@ -252,6 +253,10 @@ def choose_backend(
         if backend not in named:
             raise ValueError(f"backend must be one of {', '.join(named)}, got {backend!r}")
         backend = named[backend]
+    if not callable(getattr(backend, "plan", None)):
+        raise TypeError(
+            f"backend must be a name, or an object that plans attention, got {backend!r}"
+        )
     backend.check(**shape)
     return backend
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from mlx_paged.arguments import check_model, read_arguments, wrap_tokenizer
 from mlx_paged.chat import is_chat
+from mlx_paged.checks import integer
 from mlx_paged.generation import Generation, Prompt, checked, encode_prompt, end_tokens
 from mlx_paged.printing import OrderedPrinter
 from mlx_paged.responses import Answer, BatchResponse, BatchStats, GenerationResponse, best
@@ -152,7 +153,10 @@ def batch_generate(
     }
     if isinstance(prompts, str) or is_chat(prompts):
         raise TypeError(f"prompts must be a list of prompts, got one: {prompts!r}")
-    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | np.ndarray | mx.array):
+    listed = isinstance(prompts, Sequence) or (
+        isinstance(prompts, np.ndarray | mx.array) and prompts.ndim > 0
+    )
+    if isinstance(prompts, bytes) or not listed:
         raise TypeError(f"prompts must be a list of prompts, got {prompts!r}")
     limits = _limits(max_tokens, len(prompts), given)
     if return_logprobs:
@@ -224,7 +228,7 @@ def _limits(
     if max_tokens is None:
         return [None] * count if given.get("params") is not None else [BATCH_MAX_TOKENS] * count
     if isinstance(max_tokens, Integral):
-        return [int(max_tokens)] * count
+        return [integer("max_tokens", max_tokens, -1)] * count
     if isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence):
         raise TypeError(
             f"max_tokens must be a whole number, or a list of one for each prompt, "
@@ -235,7 +239,7 @@ def _limits(
             f"max_tokens must be one number, or one for each of the {count} prompts, "
             f"got {len(max_tokens)}"
         )
-    return list(max_tokens)
+    return [integer(f"max_tokens[{i}]", limit, -1) for i, limit in enumerate(max_tokens)]
 
 
 def _ask_for_logprobs(given: dict[str, Any]) -> None:

@@ -6,9 +6,9 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from mlx_paged.checks import flag, integer
 from mlx_paged.engine import Engine
 from mlx_paged.models.qwen2 import Qwen2
 from mlx_paged.sampling import SamplingParams
@@ -22,6 +22,7 @@ ENGINE_DEFAULTS = {
     for name, parameter in inspect.signature(Engine).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
+LIMITS = ("memory_limit", "num_blocks")  # whole numbers, or None
 REQUEST_OPTIONS = ("sampler", "logits_processors", "cache_salt")
 
 # mlx-lm's arguments that mean nothing here; None, which turns them off there, is accepted.
@@ -101,7 +102,9 @@ def read_arguments(
     name = function.__name__
     given = _refuse(name, given)
     _check_names(function, given)
-    engine = {key: given[key] for key in ENGINE_DEFAULTS if key in given}
+    if max_tokens is not None:
+        integer("max_tokens", max_tokens, -1)
+    engine = _engine_options(given)
     request = {key: given[key] for key in REQUEST_OPTIONS if given.get(key) is not None}
     sampling = {key: given[key] for key in SAMPLING_FIELDS if key in given}
     params = given.get("params")
@@ -118,9 +121,9 @@ def read_arguments(
     else:
         params = replace(params, **limit)
     budget = engine.get("max_batched_tokens")
-    if isinstance(budget, Integral) and int(budget) > 0 and "max_num_seqs" not in engine:
+    if budget is not None and "max_num_seqs" not in engine:
         # A step has a token at least for each sequence that runs.
-        engine["max_num_seqs"] = min(int(budget), ENGINE_DEFAULTS["max_num_seqs"])
+        engine["max_num_seqs"] = min(budget, ENGINE_DEFAULTS["max_num_seqs"])
     engine = {key: value for key, value in engine.items() if value != ENGINE_DEFAULTS[key]}
     _check_callables(request, params)
     return Arguments(params, max_tokens, engine, request)
@@ -164,6 +167,23 @@ def _refuse(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"give {ours} or {name}, not both: they mean the same")
         kept[ours] = value
     return kept
+
+
+def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's options, checked here so that 16.0 and True never pass for equals of theirs."""
+    options = {key: given[key] for key in ENGINE_DEFAULTS if key in given}
+    for name, value in options.items():
+        default = ENGINE_DEFAULTS[name]
+        if isinstance(default, bool):
+            flag(name, value)
+        elif name in LIMITS and value is None:
+            continue
+        elif name in LIMITS or isinstance(default, int):
+            options[name] = integer(name, value, 1)
+    observer = options.get("observer")
+    if observer is not None and not callable(observer):
+        raise TypeError(f"observer must be a function or None, got {observer!r}")
+    return options
 
 
 def _check_names(function: Callable[..., Any], given: Iterable[str]) -> None:

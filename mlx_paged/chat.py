@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 # Arguments of the template that are decided here.
-DECIDED = ("tokenize", "add_generation_prompt", "continue_final_message")
+DECIDED = ("conversation", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
 def is_chat(prompt: object) -> bool:
@@ -39,7 +39,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def chat_text(
-    tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]], **template: Any
+    tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]], /, **template: Any
 ) -> str:
     """What the model reads of a chat, up to where its answer begins.
 
@@ -86,7 +86,7 @@ def chat_text(
 
 
 def encode_chat(
-    tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]], **template: Any
+    tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]], /, **template: Any
 ) -> list[int]:
     """Token ids of `chat_text`; the template has written the special tokens already."""
     text = chat_text(tokenizer, messages, **template)

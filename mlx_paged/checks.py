@@ -28,7 +28,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """A real number of any kind as a float that float32 can hold.
+    """A real number of any kind as a float no larger than float32's.
 
     Raises:
         TypeError: it is none; a bool counts as none.
@@ -36,7 +36,10 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    found = float(value)
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
     if not math.isfinite(found):
         raise ValueError(f"{name} must be finite, got {value}")
     if not low <= found <= high:

@@ -101,7 +101,10 @@ def find_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint, after downloading it if need be; see `load`."""
     if not isinstance(path_or_id, str | Path):
         raise TypeError(f"path_or_id must be a folder or a Hub id, got {path_or_id!r}")
-    path = Path(path_or_id).expanduser()
+    try:
+        path = Path(path_or_id).expanduser()
+    except RuntimeError:  # no such user
+        path = Path(path_or_id)
     is_tiny = path_or_id == "tiny"
     if is_tiny or (path_or_id != "" and path.is_dir()):
         if revision is not None:

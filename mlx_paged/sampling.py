@@ -59,7 +59,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
     bias = {}
     for token, amount in value.items():
         token = integer("a token id in logit_bias", token, 0)
-        forbids = isinstance(amount, Real) and float(amount) == -math.inf
+        forbids = isinstance(amount, Real) and amount == -math.inf
         bias[token] = -math.inf if forbids else number(f"logit_bias[{token}]", amount)
     return bias
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import threading
@@ -22,7 +23,7 @@ from mlx_lm.generate_utils import BatchStats as MlxLmBatchStats
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_paged import SamplingParams, batch_generate, generate, stream_generate
-from mlx_paged.chat import encode_chat
+from mlx_paged.chat import DECIDED, encode_chat
 from mlx_paged.engine import Engine
 from mlx_paged.models.qwen2 import Qwen2
 from mlx_paged.shared_engine import _ENGINES
@@ -450,7 +451,7 @@ def test_a_stream_dropped_within_a_step_is_cancelled_before_the_next() -> None:
         ({"prompt_cache": []}, ValueError, "the block pool finds computed prefixes"),
         ({"prefill_step_size": 8, "max_batched_tokens": 8}, ValueError, "not both"),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
-        ({"max_tokens": -2}, ValueError, "max_tokens must be at least 1, got -2"),
+        ({"max_tokens": -2}, ValueError, "max_tokens must be at least -1, got -2"),
         ({"max_tokens": 10**6}, ValueError, "max_tokens must be at most 493"),
         ({"n": 0}, ValueError, "n must be at least 1, got 0"),
         ({"n": 3, "best_of": 2}, ValueError, r"best_of must be at least n \(3\), got 2"),
@@ -458,6 +459,17 @@ def test_a_stream_dropped_within_a_step_is_cancelled_before_the_next() -> None:
         ({"temperature": 1e39}, ValueError, r"temperature must be at most 3.4e\+38 either way"),
         ({"presence_penalty": -1e39}, ValueError, "presence_penalty must be at most 3.4e"),
         ({"logit_bias": {1: 1e39}}, ValueError, r"logit_bias\[1\] must be at most 3.4e"),
+        ({"temperature": 10**400}, ValueError, "temperature must be finite, got 1000"),
+        ({"presence_penalty": 3.5e38}, ValueError, "presence_penalty must be at most 3.4e"),
+        ({"logit_bias": {1: 10**400}}, ValueError, r"logit_bias\[1\] must be finite"),
+        ({"max_tokens": True}, TypeError, "max_tokens must be an integer, got True"),
+        ({"max_tokens": -1.0}, TypeError, "max_tokens must be "),
+        # Equal to a default, but not of its kind.
+        ({"block_size": 16.0}, TypeError, "block_size must be an integer, got 16.0"),
+        ({"block_size": np.array([16, 8])}, TypeError, "block_size must be an integer"),
+        ({"prefix_caching": 1}, TypeError, "prefix_caching must be True or False, got 1"),
+        ({"observer": 0}, TypeError, "observer must be a function or None, got 0"),
+        ({"backend": 1}, TypeError, "backend must be a name, or an object"),
         ({"max_num_seqs": 2.5}, TypeError, "max_num_seqs must be an integer, got 2.5"),
         ({"look_ahead": 2}, TypeError, "look_ahead must be True or False, got 2"),
         ({"top_p": 1.5}, ValueError, "top_p must be from 0 to 1, got 1.5"),
@@ -513,14 +525,26 @@ def test_one_prompt_is_no_batch() -> None:
     for prompt in one:
         with pytest.raises(TypeError, match="prompts must be a list of prompts, got one"):
             batch_generate(*ours(), prompt, **SMALL)
-    none: tuple[Any, ...] = (None, 5, b"ab", {"a": 1}, {"a"})
+    none: tuple[Any, ...] = (None, 5, b"ab", {"a": 1}, {"a"}, np.array(5), mx.array(5))
     for prompts in none:
         with pytest.raises(TypeError, match="prompts must be a list of prompts, got"):
             batch_generate(*ours(), prompts, **SMALL)
     with pytest.raises(ValueError, match="one for each of the 2 prompts, got 3"):
         batch_generate(*ours(), ["a", "b"], max_tokens=[1, 2, 3], **SMALL)
+    limits: Any = [3, None]
+    with pytest.raises(TypeError, match=r"max_tokens\[1\] must be an integer, got None"):
+        batch_generate(*ours(), ["a", "b"], max_tokens=limits, **SMALL)
     with pytest.raises(ValueError, match="does not take return_prompt_caches"):
         batch_generate(*ours(), ["a"], return_prompt_caches=True, **SMALL)
+
+
+def test_a_wrong_option_does_not_cost_the_cache() -> None:
+    generate(*ours(), TEXT, max_tokens=2, **SMALL)
+    wrong: Any = "x"
+    with pytest.raises(TypeError, match="block_size must be an integer, got 'x'"):
+        generate(*ours(), TEXT, **(SMALL | {"block_size": wrong}))
+    found = batch_generate(*ours(), [TEXT], max_tokens=2, **SMALL)
+    assert found.stats.pool.tokens_computed < len(ours()[1].encode(TEXT))
 
 
 def test_sizes_may_be_numbers_of_numpy() -> None:
@@ -534,11 +558,14 @@ def test_sizes_may_be_numbers_of_numpy() -> None:
     assert generate(*ours(), TEXT, **given) == generate(*ours(), TEXT, **sizes)
 
 
-@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "continue_final_message"])
+@pytest.mark.parametrize("name", DECIDED)
 def test_what_the_messages_decide_is_no_argument_of_the_template(name: str) -> None:
     messages = [{"role": "user", "content": TEXT}]
     with pytest.raises(ValueError, match=f"the chat template takes no {name}, got True"):
         encode_chat(ours()[1], messages, **{name: True})
+    for other in ("tokenizer", "messages"):  # names of ours, not the template's
+        with contextlib.suppress(ValueError):
+            encode_chat(ours()[1], messages, **{other: 1})
 
 
 def test_another_packages_model_is_refused() -> None:

@@ -411,6 +411,7 @@ def test_logits_that_are_no_numbers_end_the_search() -> None:
         ({"length_penalty": "1"}, TypeError, "length_penalty must be a number"),
         ({"length_penalty": 17}, ValueError, "length_penalty must be from -16 to 16"),
         ({"length_penalty": math.nan}, ValueError, "length_penalty must be finite, got nan"),
+        ({"length_penalty": 10**400}, ValueError, "length_penalty must be finite"),
         ({"early_stopping": "always"}, ValueError, "early_stopping must be True, False or 'never'"),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1"),
         ({"min_tokens": 9, "max_tokens": 8}, ValueError, "min_tokens must be at most"),

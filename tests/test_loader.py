@@ -319,6 +319,8 @@ def test_config_and_weights_that_disagree_in_layers(tmp_path: Path) -> None:
 def test_no_folder_no_config_no_weights_no_tokenizer(folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         load(folder / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="there is no folder '~nobody-of-that-name/x'"):
+        load("~nobody-of-that-name/x")
     with pytest.raises(TypeError, match="path_or_id must be a folder or a Hub id, got 5"):
         load(5)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="no tokenizer: neither"):

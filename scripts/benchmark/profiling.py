@@ -109,11 +109,14 @@ class Clock:
 
 
 def steps(engine: Engine, count: int) -> list[dict[str, float]]:
-    """Seconds per phase of each of `count` steps, as `Clock` has them; "total" is the whole."""
+    """Seconds per phase of each of `count` steps after `WARM_UP`; "total" is the whole."""
     found = []
     clock = Clock()
     with _wrapped(engine, clock):
         step = clock.timed("other", engine.step)
+        for _ in range(WARM_UP):
+            step()
+        clock.take()
         for _ in range(count):
             begin = perf_counter()
             step()
@@ -131,8 +134,6 @@ def profile(models: Models, context: Context, case: Case, count: int, **options:
         computed nothing.
     """
     engine = decoding(models, context, case, WARM_UP + count, **options)
-    for _ in range(WARM_UP):
-        engine.step()
     measured = steps(engine, count)
     phases = {
         phase: float(np.median([1e6 * one[phase] for one in measured]))

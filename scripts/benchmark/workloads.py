@@ -82,10 +82,11 @@ class Workload:
     @property
     def distinct_tokens(self) -> int:
         """Tokens of all prompts and answers; what all prompts begin with is counted once."""
-        total = sum(len(r.prompt) + r.new * self.samples for r in self.requests)
-        columns = list(zip(*(r.prompt for r in self.requests if r.follows is None), strict=False))
+        prompts = [r.prompt for r in self.requests if r.follows is None]
+        columns = zip(*prompts, strict=False)
         common = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-        return total - common * (len(columns[0]) - 1)
+        total = sum(len(r.prompt) + r.new * self.samples for r in self.requests)
+        return total - common * max(0, len(prompts) - 1)
 
     def prompt(self, index: int, answers: Mapping[int, Sequence[int]]) -> Tokens:
         """The whole prompt of a request, given the answers to earlier ones."""
