@@ -29,11 +29,15 @@ class AttentionPlan(Protocol):
         """The plan for the same rows and blocks with more tokens."""
         ...
 
+
+class ReplayablePlan(AttentionPlan, Protocol):
+    """A plan of a backend that `compiles`: its graph can be replayed over other arrays."""
+
     def arrays(self) -> list[mx.array | None]:
-        """The arrays that `attend` uses, if the plan can be compiled with them."""
+        """The arrays that `attend` uses, in a fixed order."""
         ...
 
-    def with_arrays(self, arrays: Iterable[Any]) -> AttentionPlan:
+    def with_arrays(self, arrays: Iterable[Any]) -> ReplayablePlan:
         """The same plan over other arrays."""
         ...
 
@@ -41,7 +45,7 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Plans steps."""
 
-    compiles: bool  # whether a step's graph may be compiled and replayed
+    compiles: bool  # whether a step's graph may be compiled and replayed: plans are ReplayablePlan
 
     def check(self, *, dtype: mx.Dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise ValueError if a model of this shape is not served."""
@@ -207,14 +211,6 @@ class MetalPlan:
             block_size=block_size,
             num_kv_heads=num_kv_heads,
         )
-
-    def arrays(self) -> list[mx.array | None]:
-        """Kernel launches are not compiled."""
-        raise NotImplementedError
-
-    def with_arrays(self, arrays: Iterable[Any]) -> MetalPlan:
-        """Kernel launches are not compiled."""
-        raise NotImplementedError
 
 
 def choose_backend(

@@ -25,9 +25,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.arguments import check_model, read_arguments, wrap_tokenizer
+from mlx_paged.arguments import check_model, read_arguments, token_limit, wrap_tokenizer
 from mlx_paged.chat import is_chat
-from mlx_paged.checks import integer
 from mlx_paged.generation import Generation, Prompt, checked, encode_prompt, end_tokens
 from mlx_paged.printing import OrderedPrinter
 from mlx_paged.responses import Answer, BatchResponse, BatchStats, GenerationResponse, best
@@ -228,7 +227,7 @@ def _limits(
     if max_tokens is None:
         return [None] * count if given.get("params") is not None else [BATCH_MAX_TOKENS] * count
     if isinstance(max_tokens, Integral):
-        return [integer("max_tokens", max_tokens, -1)] * count
+        return [token_limit("max_tokens", max_tokens)] * count
     if isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence):
         raise TypeError(
             f"max_tokens must be a whole number, or a list of one for each prompt, "
@@ -239,7 +238,7 @@ def _limits(
             f"max_tokens must be one number, or one for each of the {count} prompts, "
             f"got {len(max_tokens)}"
         )
-    return [integer(f"max_tokens[{i}]", limit, -1) for i, limit in enumerate(max_tokens)]
+    return [token_limit(f"max_tokens[{i}]", limit) for i, limit in enumerate(max_tokens)]
 
 
 def _ask_for_logprobs(given: dict[str, Any]) -> None:

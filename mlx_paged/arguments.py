@@ -6,10 +6,11 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.checks import flag, integer
-from mlx_paged.engine import Engine
+from mlx_paged.checks import integer
+from mlx_paged.engine import Engine, check_options
 from mlx_paged.models.qwen2 import Qwen2
 from mlx_paged.sampling import SamplingParams
 
@@ -22,7 +23,6 @@ ENGINE_DEFAULTS = {
     for name, parameter in inspect.signature(Engine).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
-LIMITS = ("memory_limit", "num_blocks")  # whole numbers, or None
 REQUEST_OPTIONS = ("sampler", "logits_processors", "cache_salt")
 
 # mlx-lm's arguments that mean nothing here; None, which turns them off there, is accepted.
@@ -103,8 +103,9 @@ def read_arguments(
     given = _refuse(name, given)
     _check_names(function, given)
     if max_tokens is not None:
-        integer("max_tokens", max_tokens, -1)
-    engine = _engine_options(given)
+        max_tokens = token_limit("max_tokens", max_tokens)
+    # Checked before they are compared, so that 16.0 and True do not pass for equals of theirs.
+    engine = check_options({key: given[key] for key in ENGINE_DEFAULTS if key in given})
     request = {key: given[key] for key in REQUEST_OPTIONS if given.get(key) is not None}
     sampling = {key: given[key] for key in SAMPLING_FIELDS if key in given}
     params = given.get("params")
@@ -127,6 +128,15 @@ def read_arguments(
     engine = {key: value for key, value in engine.items() if value != ENGINE_DEFAULTS[key]}
     _check_callables(request, params)
     return Arguments(params, max_tokens, engine, request)
+
+
+def token_limit(name: str, value: Any) -> int:
+    """A `max_tokens`: at least 1, or -1 for as many as fit.
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    return -1 if isinstance(value, Integral) and value == -1 else integer(name, value, 1)
 
 
 def check_model(model: object) -> Qwen2:
@@ -167,23 +177,6 @@ def _refuse(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"give {ours} or {name}, not both: they mean the same")
         kept[ours] = value
     return kept
-
-
-def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's options, checked here so that 16.0 and True never pass for equals of theirs."""
-    options = {key: given[key] for key in ENGINE_DEFAULTS if key in given}
-    for name, value in options.items():
-        default = ENGINE_DEFAULTS[name]
-        if isinstance(default, bool):
-            flag(name, value)
-        elif name in LIMITS and value is None:
-            continue
-        elif name in LIMITS or isinstance(default, int):
-            options[name] = integer(name, value, 1)
-    observer = options.get("observer")
-    if observer is not None and not callable(observer):
-        raise TypeError(f"observer must be a function or None, got {observer!r}")
-    return options
 
 
 def _check_names(function: Callable[..., Any], given: Iterable[str]) -> None:

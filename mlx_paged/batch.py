@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.kernels.paged_attention import AttentionBackend, AttentionPlan
+from mlx_paged.kernels.paged_attention import AttentionBackend, AttentionPlan, ReplayablePlan
 from mlx_paged.kv_cache import Slots
 from mlx_paged.scheduler import Schedule
 from mlx_paged.sequence import Sequence
@@ -33,24 +33,29 @@ class Batch(NamedTuple):
     logits_indices: mx.array | None
 
     def arrays(self) -> list[mx.array | None]:
-        """All arrays that the model's forward pass uses, in a fixed order."""
+        """All arrays that the model's forward pass uses, in a fixed order.
+
+        For a backend that `compiles` only, and so is `with_arrays`.
+        """
+        attention = cast("ReplayablePlan", self.attention)
         return [
             self.input_ids,
             self.positions,
             *self.slots,
             self.logits_indices,
-            *self.attention.arrays(),
+            *attention.arrays(),
         ]
 
     def with_arrays(self, arrays: list[Any]) -> Batch:
         """The same batch over other arrays, as `arrays` lists them."""
-        ids, positions, blocks, heads, offsets, wanted, *attention = arrays
+        ids, positions, blocks, heads, offsets, wanted, *rest = arrays
+        attention = cast("ReplayablePlan", self.attention)
         return Batch(
             ids,
             positions,
             Slots(blocks, heads, offsets),
             None,
-            self.attention.with_arrays(attention),
+            attention.with_arrays(rest),
             wanted,
         )
 

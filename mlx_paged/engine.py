@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from threading import get_ident
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY = 256 * 2**20  # bytes, where MLX has no machine to ask
 MEMORY_SHARE = 0.8  # of what a Mac recommends, less what is in use already
+
+SIZES = ("block_size", "max_batched_tokens", "max_num_seqs")
+LIMITS = ("memory_limit", "num_blocks")  # sizes, or None
+FLAGS = ("prefix_caching", "token_reuse", "compile_steps", "look_ahead")
 
 
 @dataclass(frozen=True)
@@ -146,22 +150,22 @@ class Engine:
         look_ahead: bool = True,
         observer: Callable[[Engine, Schedule, list[Output]], None] | None = None,
     ) -> None:
-        block_size = integer("block_size", block_size, 1)
-        max_batched_tokens = integer("max_batched_tokens", max_batched_tokens, 1)
-        max_num_seqs = integer("max_num_seqs", max_num_seqs, 1)
-        if memory_limit is not None:
-            memory_limit = integer("memory_limit", memory_limit, 1)
-        if num_blocks is not None:
-            num_blocks = integer("num_blocks", num_blocks, 1)
-        for name, value in (
-            ("prefix_caching", prefix_caching),
-            ("token_reuse", token_reuse),
-            ("compile_steps", compile_steps),
-            ("look_ahead", look_ahead),
-        ):
-            flag(name, value)
-        if observer is not None and not callable(observer):
-            raise TypeError(f"observer must be a function or None, got {observer!r}")
+        sizes = check_options(
+            {
+                "block_size": block_size,
+                "max_batched_tokens": max_batched_tokens,
+                "max_num_seqs": max_num_seqs,
+                "memory_limit": memory_limit,
+                "num_blocks": num_blocks,
+                "prefix_caching": prefix_caching,
+                "token_reuse": token_reuse,
+                "compile_steps": compile_steps,
+                "look_ahead": look_ahead,
+                "observer": observer,
+            }
+        )
+        block_size, max_batched_tokens, max_num_seqs = (sizes[name] for name in SIZES)
+        memory_limit, num_blocks = (sizes[name] for name in LIMITS)
         config = model.config
         dtype = model.model.norm.weight.dtype
         chosen = choose_backend(
@@ -586,6 +590,24 @@ class Engine:
         if self.tokenizer is not None:
             return frozenset(self.tokenizer.eos_token_ids)
         return frozenset(self.model.config.eos_token_ids)
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Some options of `Engine`, each looked at by itself; numbers of any kind become ints.
+
+    Raises:
+        TypeError: one is of the wrong type.
+        ValueError: a size is below 1.
+    """
+    checked = dict(options)
+    for name, value in options.items():
+        if name in SIZES or (name in LIMITS and value is not None):
+            checked[name] = integer(name, value, 1)
+        elif name in FLAGS:
+            flag(name, value)
+        elif name == "observer" and value is not None and not callable(value):
+            raise TypeError(f"observer must be a function or None, got {value!r}")
+    return checked
 
 
 def _pool_blocks(block_bytes: int, memory_limit: int | None, num_blocks: int | None) -> int:

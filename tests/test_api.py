@@ -451,7 +451,7 @@ def test_a_stream_dropped_within_a_step_is_cancelled_before_the_next() -> None:
         ({"prompt_cache": []}, ValueError, "the block pool finds computed prefixes"),
         ({"prefill_step_size": 8, "max_batched_tokens": 8}, ValueError, "not both"),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
-        ({"max_tokens": -2}, ValueError, "max_tokens must be at least -1, got -2"),
+        ({"max_tokens": -2}, ValueError, "max_tokens must be at least 1, got -2"),
         ({"max_tokens": 10**6}, ValueError, "max_tokens must be at most 493"),
         ({"n": 0}, ValueError, "n must be at least 1, got 0"),
         ({"n": 3, "best_of": 2}, ValueError, r"best_of must be at least n \(3\), got 2"),

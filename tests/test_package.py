@@ -6,8 +6,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -45,11 +43,3 @@ def test_every_python_file_is_packaged() -> None:
     }
     assert found == packaged
     assert not [*ROOT.glob("models/*/*.py"), *ROOT.glob("kernels/*/*.py")]
-
-
-def test_lock_file_names_public_hosts_only() -> None:
-    lock = ROOT / "uv.lock"
-    if not lock.exists():
-        pytest.skip("not a checkout")
-    hosts = set(re.findall(r'https?://([^/"]+)', lock.read_text()))
-    assert hosts == {"pypi.org", "files.pythonhosted.org"}

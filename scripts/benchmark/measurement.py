@@ -199,7 +199,7 @@ class Bench:
                 "ours": float(ours["requests"]),
                 "theirs": float(theirs["requests"]),
                 "ratio": ratio,
-                "ahead": statistics.verdict(ratio) if theirs["requests"] else "ours",
+                "ahead": statistics.verdict(ratio),
                 "agreement": agreement.compare(
                     part, our_tokens[:count], their_tokens[:count], self.models.theirs
                 ),

@@ -129,9 +129,9 @@ def profile(models: Models, context: Context, case: Case, count: int, **options:
     """Medians of decode steps.
 
     Returns:
-        Microseconds per phase, replaying, computing, and per step, and of those before the
-        computing what was hidden; the share of the step that is ours, and the share that MLX
-        computed nothing.
+        Microseconds of our phases, of MLX's replays and computing, and of the whole step, and
+        what of the phases and replays was hidden; the share of the step that is ours, and the
+        share in which MLX did not compute.
     """
     engine = decoding(models, context, case, WARM_UP + count, **options)
     measured = steps(engine, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
@@ -145,16 +146,16 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(ABC):
     """The sizes of a workload, each of which can be set."""
 
     name: ClassVar[str]
     about: ClassVar[str]
     zero: ClassVar[frozenset[str]] = frozenset({"memory", "whole"})  # sizes that may be 0
 
+    @abstractmethod
     def build(self, context: Context, seed: int) -> Workload:
         """The workload, with prompts of its own for every seed."""
-        raise NotImplementedError
 
     def changed(self, key: str, text: str) -> Sizes:
         """With one size set from the command line.
