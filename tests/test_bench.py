@@ -246,6 +246,13 @@ def test_search_finds_the_limit(limit: int, guess: int) -> None:
     assert len(tried) == len(set(tried))
 
 
+def test_capacity_counts_all_memory_unless_told_otherwise(made: Context) -> None:
+    (full,) = chosen_sizes("full", ["capacity"], [])
+    assert full.build(made, 0).whole
+    (only,) = chosen_sizes("full", ["capacity"], ["capacity.whole=0"])
+    assert not only.build(made, 0).whole
+
+
 def test_capacity_is_what_runs(models: Models) -> None:
     requests = tuple(Request([7, n], 30) for n in range(20))  # two blocks each, at the end
     workload = Workload("capacity", requests, memory=21 * 16 * models.bytes_per_token)
@@ -434,6 +441,21 @@ def test_profile(models: Models, made: Context) -> None:
     for one in measured:
         parts = sum(value for phase, value in one.items() if phase not in ("total", "hidden"))
         assert parts == pytest.approx(one["total"], rel=0.2)
+
+
+def test_shares_of_a_profile(
+    models: Models, made: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = dict.fromkeys(profiling.PHASES, 1.0) | {
+        "replay": 4.0,
+        "mlx": 10.0,
+        "hidden": 5.0,
+        "total": 20.0,
+    }
+    monkeypatch.setattr(profiling, "steps", lambda engine, count: [one])
+    found = profiling.profile(models, made, profiling.Case(1, 20), 1)
+    assert found["share"] == pytest.approx(6 / 20)  # neither computing nor replaying
+    assert found["share_not_hidden"] == pytest.approx(5 / 20)
 
 
 def test_profile_and_scaling_as_commands(
